@@ -1,0 +1,1 @@
+"""Long-context decoding that recalls supports instead of ranking every key."""

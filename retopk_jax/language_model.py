@@ -13,8 +13,8 @@ Params = Any
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """``attend(layer, q, k, v) -> out``: one layer's attention over its past and these tokens.
 
-``q`` and ``out`` are ``[B, T, H, D]``, ``k`` and ``v`` ``[B, T, G, D]``; ``q`` and ``k`` carry their
-positional encoding. The callee owns the key-value cache: it appends ``k`` and ``v`` itself.
+``q`` and ``out`` are ``[B, T, H, D]``, ``k`` and ``v`` ``[B, T, G, D]``; ``q`` and ``k`` carry
+their positional encoding. The callee owns the key-value cache: it appends ``k`` and ``v`` itself.
 """
 
 

@@ -1,0 +1,44 @@
+"""Choosing an implementation of an op: the named one, or the best that the platform has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+def dispatch(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    implementation: str | None,
+    preference: Mapping[str, Sequence[str]],
+) -> Callable[..., Any]:
+    """Returns the function that runs ``op``.
+
+    Args:
+        op: name of the op, for error messages.
+        implementations: every implementation by name; ``"reference"`` is always among them.
+        implementation: the one wanted, or None for the best of the default backend.
+        preference: implementations to try in order, by backend; a backend that is not a key uses
+            the reference. A later one is tried only when an earlier raises NotImplementedError.
+
+    Raises:
+        ValueError: ``implementation`` is not the name of one.
+    """
+    if implementation is not None:
+        if implementation not in implementations:
+            raise ValueError(
+                f"implementation={implementation!r} of {op}: expected None or one of "
+                f"{sorted(implementations)}"
+            )
+        return implementations[implementation]
+    order = [*preference.get(jax.default_backend(), ()), "reference"]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name in order[:-1]:
+            try:
+                return implementations[name](*args, **kwargs)
+            except NotImplementedError:
+                continue
+        return implementations["reference"](*args, **kwargs)
+
+    return run

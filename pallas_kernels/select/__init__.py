@@ -1,0 +1,5 @@
+"""Exact top-K of scored candidates."""
+
+from pallas_kernels.select.api import select
+
+__all__ = ["select"]
