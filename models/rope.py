@@ -1,0 +1,283 @@
+"""Rotary position embedding and its context extensions, in the half-split convention.
+
+Frequencies are those of Hugging Face transformers, bit for bit where the host computes them: a
+key rotated here equals a key rotated there at any position.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import ConfigError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+_NUMBERS = (
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one model.
+
+    Attributes:
+        rope_type: one of `ROPE_TYPES`.
+        theta: base of the frequencies.
+        head_dim: D, even.
+        max_position_embeddings: the config's entry of that name.
+        original_max_positions: positions before any extension; `yarn` and `llama3` depend on it.
+        factor: how far the context is extended (None for `default`).
+        attention_factor: scale of cos and sin under `yarn`; None derives it from the factor.
+        beta_fast: rotations above which `yarn` leaves a frequency as it is.
+        beta_slow: rotations below which `yarn` divides a frequency by the factor.
+        mscale: with `mscale_all_dim`, replaces the derived attention factor of `yarn`.
+        mscale_all_dim: see `mscale`.
+        truncate: whether `yarn` rounds the two bounds to whole dimensions.
+        low_freq_factor: `llama3`: wavelengths over original / low_freq_factor are divided.
+        high_freq_factor: `llama3`: wavelengths under original / high_freq_factor are kept.
+    """
+
+    rope_type: str
+    theta: float
+    head_dim: int
+    max_position_embeddings: int
+    original_max_positions: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+    def __post_init__(self):
+        if self.rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"rope_type is {self.rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if not self.theta > 0:
+            raise ConfigError(f"rope_theta is {self.theta}; it must be positive")
+        for name in _REQUIRED[self.rope_type]:
+            if getattr(self, name) is None:
+                raise ConfigError(f"rope_type {self.rope_type!r} needs the key {name!r}")
+        if self.factor is not None and not self.factor >= 1:
+            raise ConfigError(f"RoPE factor is {self.factor}; it must be at least 1")
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # pyright: ignore[reportOperatorIssue]
+            raise ConfigError(
+                f"low_freq_factor is {self.low_freq_factor}; it must be less than "
+                f"high_freq_factor, {self.high_freq_factor}"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> "Rope":
+        """Reads the RoPE entries of a Hugging Face ``config.json``.
+
+        Both layouts are understood: ``rope_theta`` beside ``rope_scaling`` (transformers 4, with
+        ``rope_type`` or the older ``type``) and ``rope_parameters`` (transformers 5).
+
+        Raises:
+            ConfigError: an unsupported type, or a key that is missing or out of range.
+        """
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"RoPE parameters are {scaling!r}; a JSON object is expected")
+        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if partial not in (None, 1):
+            raise ConfigError(f"partial_rotary_factor is {partial}; only 1 is supported")
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        max_positions = config["max_position_embeddings"]
+        original = config.get(
+            "original_max_position_embeddings",
+            scaling.get("original_max_position_embeddings"),
+        )
+        numbers: dict[str, Any] = {}
+        for name in _NUMBERS:
+            value = scaling.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"RoPE parameter {name!r} is {value!r}; a number is expected")
+            numbers[name] = None if value is None else float(value)
+        return cls(
+            rope_type=rope_type,
+            theta=10_000.0 if theta is None else float(theta),
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            original_max_positions=max_positions if original is None else int(original),
+            truncate=bool(scaling.get("truncate", True)),
+            **numbers,
+        )
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the extended frequencies are meant for.
+
+        Under ``linear``, ``dynamic`` and ``yarn`` a config may state the length before or after the
+        extension, so this is ``max_position_embeddings`` or the unextended length times the factor,
+        whichever is more.
+        """
+        if self.rope_type in ("default", "llama3") or self.factor is None:
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(self.original_max_positions * self.factor))
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by, which scales logits by its square (YaRN, eq. 22)."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        factor = self._yarn_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(factor, self.mscale) / _mscale(factor, self.mscale_all_dim)
+        return _mscale(factor, 1.0)
+
+    @property
+    def _yarn_factor(self) -> float:
+        if self.factor is not None:
+            return self.factor
+        return self.max_position_embeddings / self.original_max_positions
+
+    def inverse_frequencies(self) -> np.ndarray:
+        """Radians per position of each pair of dimensions: float32 ``[D/2]``, largest first.
+
+        Under ``dynamic`` these hold up to ``max_position_embeddings``; see
+        `row_inverse_frequencies`.
+        """
+        plain = _plain_inverse_frequencies(self.theta, self.head_dim)
+        match self.rope_type:
+            case "linear":
+                return plain / np.float32(self.factor)
+            case "llama3":
+                return self._llama3(plain)
+            case "yarn":
+                return self._yarn(plain)
+            case _:
+                return plain
+
+    def row_inverse_frequencies(self, sequence_lengths: jax.Array) -> jax.Array:
+        """Radians per position for rows of these lengths: int32 ``[B]`` to float32 ``[B, D/2]``.
+
+        Only ``dynamic`` depends on the length: past ``max_position_embeddings`` the base grows so
+        that the lowest frequency is interpolated to the row's length ("NTK-aware" scaling).
+        """
+        rows = sequence_lengths.shape[0]
+        if self.rope_type != "dynamic":
+            fixed = jnp.asarray(self.inverse_frequencies())
+            return jnp.broadcast_to(fixed[None], (rows, self.head_dim // 2))
+        factor, limit, dim = float(self.factor or 1), self.max_position_embeddings, self.head_dim
+        lengths = jnp.maximum(sequence_lengths, limit).astype(jnp.float32)
+        growth = factor * lengths / limit - (factor - 1)
+        theta = self.theta * growth ** (dim / (dim - 2))  # [B]
+        exponents = jnp.asarray(_exponents(dim))  # [D/2]
+        return 1.0 / theta[:, None] ** exponents[None]
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        factor, low, high = self.factor, self.low_freq_factor, self.high_freq_factor
+        assert factor is not None and low is not None and high is not None
+        original = self.original_max_positions
+        wavelength = np.float32(2 * math.pi) / plain
+        smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+        divided = plain / np.float32(factor)
+        blended = (1 - smooth) * plain / np.float32(factor) + smooth * plain
+        return np.where(
+            wavelength > np.float32(original / low),
+            divided,
+            np.where(wavelength < np.float32(original / high), plain, blended),
+        )
+
+    def _yarn(self, plain: np.ndarray) -> np.ndarray:
+        dim, original = self.head_dim, self.original_max_positions
+        factor = np.float32(self._yarn_factor)
+
+        def dimension_of(rotations: float) -> float:
+            ratio = original / (rotations * 2 * math.pi)
+            return dim * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = dimension_of(self.beta_fast or 32.0), dimension_of(self.beta_slow or 1.0)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001
+        index = np.arange(dim // 2, dtype=np.float32)
+        ramp = np.clip((index - np.float32(low)) / np.float32(high - low), 0, 1)
+        kept = 1 - ramp
+        divided = np.float32(1) / (factor * _powers(self.theta, dim))
+        return divided * (1 - kept) + plain * kept
+
+
+def rotate(x: jax.Array, angles: jax.Array, scale: float = 1.0) -> jax.Array:
+    """Rotates the pairs (i, i + D/2) of ``x`` by ``angles``.
+
+    The rotation is computed in float32. Rotations add up: a key at position p rotated by
+    ``delta * inverse_frequencies`` is that key at position p + delta.
+
+    Args:
+        x: ``[B, T, heads, D]``.
+        angles: float32 ``[B, T, D/2]``, radians.
+        scale: what the result is multiplied by, `Rope.scale` the first time a vector is rotated.
+
+    Returns:
+        As ``x``.
+    """
+    cos, sin = (scale * f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))  # [B, T, 1, D/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, heads, D/2]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def position_angles(positions: jax.Array, row_inverse_frequencies: jax.Array) -> jax.Array:
+    """Rotation angles of absolute positions, ``position * frequency`` in float32.
+
+    The product is rounded like that of transformers: half a unit in the last place, 0.002 rad at
+    position 60,000 and 0.03 rad at a million for the fastest frequency.
+
+    Args:
+        positions: int32 ``[B, T]``.
+        row_inverse_frequencies: float32 ``[B, D/2]``.
+
+    Returns:
+        Radians, float32 ``[B, T, D/2]``.
+    """
+    return positions.astype(jnp.float32)[:, :, None] * row_inverse_frequencies[:, None, :]
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _exponents(dim: int) -> np.ndarray:
+    return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+
+
+def _powers(theta: float, dim: int) -> np.ndarray:
+    exact = np.float64(theta) ** _exponents(dim).astype(np.float64)
+    return exact.astype(np.float32)
+
+
+def _plain_inverse_frequencies(theta: float, dim: int) -> np.ndarray:
+    return np.float32(1) / _powers(theta, dim)
