@@ -1,1 +1,34 @@
-"""Long-context decoding that recalls supports instead of ranking every key."""
+"""Long-context decoding that recalls supports instead of ranking every key.
+
+from models import load_model
+from retopk_jax import ReTopK, generate
+
+model = load_model("smollm2")
+print(generate(model, "The capital of France is", attention=ReTopK(budget=128)).texts[0])
+"""
+
+from retopk_jax.attention import AttentionMethod, ExactTopK, Full, ReTopK
+from retopk_jax.decode import Session, decode_step, start_session
+from retopk_jax.errors import CapacityError, ConfigError, PromptError, RetopkError
+from retopk_jax.generate import Completion, Generation, continue_from, generate
+from retopk_jax.prefill import Context, prefill
+
+__all__ = [
+    "AttentionMethod",
+    "CapacityError",
+    "Completion",
+    "ConfigError",
+    "Context",
+    "ExactTopK",
+    "Full",
+    "Generation",
+    "PromptError",
+    "ReTopK",
+    "RetopkError",
+    "Session",
+    "continue_from",
+    "decode_step",
+    "generate",
+    "prefill",
+    "start_session",
+]

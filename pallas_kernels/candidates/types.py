@@ -11,9 +11,9 @@ class Candidates(NamedTuple):
     Attributes:
         ids: int32 ``[B, H, N]``, ascending where the score is finite; every token at most once.
         scores: float32 ``[B, H, N]``; −inf in unused slots and where the score is not finite.
-        count: int32 ``[B, H]``, number of unique candidates M.
+        unique: int32 ``[B, H]``, number of unique candidates M.
     """
 
     ids: jax.Array
     scores: jax.Array
-    count: jax.Array
+    unique: jax.Array

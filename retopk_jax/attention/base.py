@@ -1,0 +1,145 @@
+"""The one interface of every decode-time attention method."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+from jax.typing import DTypeLike
+
+from retopk_jax.language_model import Geometry
+
+LayerState = Any
+"""A pytree of arrays with leading dimension B: what a method remembers of one layer."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """One decode step as a method sees it, the same for every layer.
+
+    Attributes:
+        lengths: int32 ``[B]``, valid tokens L, the current one included.
+        index: int32 ``[B]``, decode steps of the row before this one, t.
+        active: bool ``[B]``; the other rows have ended: their output is not used, and nothing of
+            them may be remembered or counted.
+    """
+
+    lengths: jax.Array
+    index: jax.Array
+    active: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Report:
+    """What one step of one layer attended to; None where the method has no such thing.
+
+    Attributes:
+        support: int32 ``[B, H, K]``, tokens attended, ascending, −1 last; None for all tokens.
+        path: int32 ``[B, H]``, how the support was found, as the method numbers it.
+        rho_max: float32 ``[B, H]``, similarity to the most similar remembered query.
+        candidates: int32 ``[B, H]``, unique candidates ranked by a reuse.
+    """
+
+    support: jax.Array | None = None
+    path: jax.Array | None = None
+    rho_max: jax.Array | None = None
+    candidates: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class PathStatistics:
+    """How one row's head-steps were served.
+
+    Attributes:
+        reuse: head-steps that ranked only recalled candidates.
+        fallback: head-steps that scanned because nothing remembered was similar enough.
+        refresh: head-steps that scanned on schedule.
+        candidates: unique candidates summed over the reuse head-steps.
+        by_head: the same four numbers per layer and head, int ``[layers][H][4]``.
+    """
+
+    reuse: int
+    fallback: int
+    refresh: int
+    candidates: int
+    by_head: list[list[list[int]]]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Fractions of all head-steps; zeros before the first step."""
+        total = max(self.reuse + self.fallback + self.refresh, 1)
+        return {
+            "reuse": self.reuse / total,
+            "fallback": self.fallback / total,
+            "refresh": self.refresh / total,
+        }
+
+    @property
+    def mean_candidates(self) -> float:
+        """Unique candidates of a reuse head-step; 0 without any."""
+        return self.candidates / max(self.reuse, 1)
+
+
+class AttentionMethod(Protocol):
+    """How a decode step attends to the cache. A frozen pytree: numbers may be traced, sizes static.
+
+    All methods follow a dense prefill. `prime` builds their state from its cache once; `attend` is
+    called in the jitted step, after the current token's key and value were appended.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def tail_queries(self) -> int:
+        """Queries of the last prompt tokens that `prime` needs."""
+        ...
+
+    def prime(
+        self,
+        layer: int,
+        keys: jax.Array,
+        values: jax.Array,
+        tail_queries: jax.Array,
+        lengths: jax.Array,
+    ) -> LayerState:
+        """State of one layer after a dense prefill.
+
+        Args:
+            layer: index of the layer.
+            keys: ``[B, G, S, D]``, after positional encoding.
+            values: ``[B, G, S, D]``.
+            tail_queries: ``[B, T, H, D]``, queries of the last T = `tail_queries` prompt tokens,
+                the newest last; garbage before the prompt's start.
+            lengths: int32 ``[B]``, prompt tokens of each row.
+        """
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        state: LayerState,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        step: Step,
+    ) -> tuple[jax.Array, LayerState, Report]:
+        """Attention output ``[B, H, D]`` of the current queries ``[B, H, D]``, and the new state.
+
+        Args:
+            layer: index of the layer.
+            state: of this layer.
+            q: ``[B, H, D]``, after positional encoding.
+            keys: ``[B, G, S, D]``, the current token's included.
+            values: ``[B, G, S, D]``, the current token's included.
+            step: the decode step.
+        """
+        ...
+
+    def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
+        """Bytes of the state of all layers, counters left out."""
+        ...
+
+    def path_statistics(self, states: tuple[LayerState, ...]) -> list[PathStatistics] | None:
+        """Per row, or None for a method that has only one path."""
+        ...

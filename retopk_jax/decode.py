@@ -1,0 +1,282 @@
+"""The decode step, and the loop of it: one compiled program each, whatever the lengths."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from retopk_jax.attention.base import AttentionMethod, LayerState, PathStatistics, Report, Step
+from retopk_jax.errors import CapacityError, ConfigError, PromptError
+from retopk_jax.kv_cache import KVCache, append_token
+from retopk_jax.language_model import Decoder, LanguageModel, Params
+from retopk_jax.prefill import Context
+from retopk_jax.sampling import Sampling, sample
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """Everything a decode step reads and replaces.
+
+    Attributes:
+        cache: keys and values.
+        layers: the attention method's state, per layer.
+        index: int32 ``[B]``, decode steps done by each row, t.
+        active: bool ``[B]``, rows that have not ended.
+    """
+
+    cache: KVCache
+    layers: tuple[LayerState, ...]
+    index: jax.Array
+    active: jax.Array
+
+
+@functools.partial(jax.jit)
+def prime(method: AttentionMethod, context: Context) -> tuple[LayerState, ...]:
+    """State of every layer after a prefill."""
+    wanted = method.tail_queries
+    cache = context.cache
+    return tuple(
+        method.prime(layer, keys, values, tail[:, tail.shape[1] - wanted :], cache.lengths)
+        for layer, (keys, values, tail) in enumerate(
+            zip(cache.keys, cache.values, context.tail_queries, strict=True)
+        )
+    )
+
+
+def start(method: AttentionMethod, context: Context) -> DecodeState:
+    """Decode state of a context that has been read.
+
+    Raises:
+        ConfigError: the method needs more tail queries than the context kept.
+    """
+    kept = context.tail_queries[0].shape[1]
+    if method.tail_queries > kept:
+        raise ConfigError(
+            f"{method.name} needs the queries of the last {method.tail_queries} prompt tokens: "
+            f"the context kept {kept}; prefill with tail_queries={method.tail_queries}"
+        )
+    batch = context.cache.batch
+    return DecodeState(
+        context.cache,
+        prime(method, context),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch, jnp.bool_),
+    )
+
+
+def step_logits(
+    decoder: Decoder,
+    method: AttentionMethod,
+    params: Params,
+    state: DecodeState,
+    tokens: jax.Array,
+) -> tuple[jax.Array, DecodeState, tuple[Report, ...]]:
+    """One decode step: appends one token a row and returns the logits of the next.
+
+    A pure function for callers with a jit of their own; `decode_step` is the compiled one. A row
+    that has ended, or has no slot left, writes nothing.
+
+    Args:
+        decoder: the model's functions.
+        method: how to attend.
+        params: the weights.
+        state: of the rows so far.
+        tokens: int32 ``[B]``.
+
+    Returns:
+        float32 ``[B, V]``, the new state, and a report per layer.
+    """
+    cache, active = state.cache, state.active
+    slot = jnp.where(active, cache.lengths, cache.capacity)
+    lengths = cache.lengths + active.astype(jnp.int32)
+    step = Step(lengths, state.index, active)
+    keys, values = list(cache.keys), list(cache.values)
+    layers: list[LayerState] = []
+    reports: list[Report] = []
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with jax.named_scope("append"):
+            keys[layer] = append_token(keys[layer], k[:, 0], slot)
+            values[layer] = append_token(values[layer], v[:, 0], slot)
+        with jax.named_scope("attention"):
+            out, new, report = method.attend(
+                layer, state.layers[layer], q[:, 0], keys[layer], values[layer], step
+            )
+        layers.append(new)
+        reports.append(report)
+        return out[:, None].astype(q.dtype)
+
+    hidden = decoder.hidden(
+        params, tokens[:, None], cache.lengths[:, None], cache.lengths + 1, attend
+    )
+    logits = decoder.logits(params, hidden[:, 0])
+    new_state = DecodeState(
+        KVCache(tuple(keys), tuple(values), lengths),
+        tuple(layers),
+        state.index + active.astype(jnp.int32),
+        active,
+    )
+    return logits, new_state, tuple(reports)
+
+
+_compiled_step = jax.jit(step_logits, static_argnames=("decoder",), donate_argnames=("state",))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A running decode for callers with a loop of their own.
+
+    Attributes:
+        model: the model.
+        method: how it attends.
+        state: of the rows; donated to the next step, so use only the newest session.
+        room: tokens that every row can still take.
+    """
+
+    model: LanguageModel
+    method: AttentionMethod
+    state: DecodeState
+    room: int
+
+
+def start_session(model: LanguageModel, method: AttentionMethod, context: Context) -> Session:
+    """Begins decoding after a prefill; the context's cache passes to the session."""
+    longest = int(jnp.max(context.cache.lengths))
+    room = min(context.cache.capacity, model.decoder.max_positions) - longest
+    return Session(model, method, start(method, context), room)
+
+
+def decode_step(
+    session: Session, tokens: Sequence[int] | jax.Array
+) -> tuple[jax.Array, Session, tuple[Report, ...]]:
+    """Feeds one token a row.
+
+    Args:
+        session: the newest one; its state is donated.
+        tokens: int32 ``[B]``.
+
+    Returns:
+        Logits of the next tokens, float32 ``[B, V]``, the next session, and a report per layer.
+
+    Raises:
+        CapacityError: no slot is left; nothing was done.
+    """
+    if session.room < 1:
+        raise CapacityError(
+            f"the cache of {session.state.cache.capacity} tokens a row is full: prefill with a "
+            "larger capacity"
+        )
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape != (session.state.cache.batch,):
+        raise PromptError(
+            f"tokens of shape {tokens.shape}: expected one a row, ({session.state.cache.batch},)"
+        )
+    model = session.model
+    logits, state, reports = _compiled_step(
+        model.decoder, session.method, model.params, session.state, tokens
+    )
+    return logits, replace(session, state=state, room=session.room - 1), reports
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Produced:
+    """Tokens generated so far.
+
+    Attributes:
+        tokens: int32 ``[B, M]``, new tokens, those that ended a row included.
+        count: int32 ``[B]``, new tokens of each row.
+        key: the sampler's random key.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    key: jax.Array
+
+
+def emit(
+    produced: Produced,
+    state: DecodeState,
+    logits: jax.Array,
+    sampling: Sampling,
+    eos: jax.Array,
+    limit: jax.Array,
+) -> tuple[Produced, DecodeState]:
+    """Samples the next token of every active row and ends the rows that are through.
+
+    Args:
+        produced: tokens so far.
+        state: of the rows.
+        logits: float32 ``[B, V]``.
+        sampling: how to choose.
+        eos: int32 ``[E]``, tokens that end a row.
+        limit: int32 scalar, tokens to produce at most.
+    """
+    active = state.active
+    token = sample(logits, sampling, produced.key, produced.count)
+    rows = jnp.arange(token.shape[0])
+    column = jnp.where(active, produced.count, produced.tokens.shape[1])
+    tokens = produced.tokens.at[rows, column].set(token, mode="drop")
+    count = produced.count + active.astype(jnp.int32)
+    ended = jnp.any(token[:, None] == eos[None, :], axis=-1) | (count >= limit)
+    return Produced(tokens, count, produced.key), replace(state, active=active & ~ended)
+
+
+def newest_tokens(produced: Produced) -> jax.Array:
+    """Last token of every row, int32 ``[B]``."""
+    last = jnp.maximum(produced.count - 1, 0)
+    return jnp.take_along_axis(produced.tokens, last[:, None], axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state", "produced"))
+def decode_loop(
+    method: AttentionMethod,
+    params: Params,
+    state: DecodeState,
+    produced: Produced,
+    sampling: Sampling,
+    eos: jax.Array,
+    limit: jax.Array,
+    *,
+    decoder: Decoder,
+) -> tuple[Produced, DecodeState]:
+    """Decodes until every row has ended, on the device from start to end."""
+
+    def unfinished(carry: tuple[Produced, DecodeState]) -> jax.Array:
+        return jnp.any(carry[1].active)
+
+    def body(carry: tuple[Produced, DecodeState]) -> tuple[Produced, DecodeState]:
+        produced, state = carry
+        logits, state, _ = step_logits(decoder, method, params, state, newest_tokens(produced))
+        return emit(produced, state, logits, sampling, eos, limit)
+
+    return jax.lax.while_loop(unfinished, body, (produced, state))
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state", "produced"))
+def decode_one(
+    method: AttentionMethod,
+    params: Params,
+    state: DecodeState,
+    produced: Produced,
+    sampling: Sampling,
+    eos: jax.Array,
+    limit: jax.Array,
+    *,
+    decoder: Decoder,
+) -> tuple[Produced, DecodeState]:
+    """One turn of `decode_loop`, for streaming."""
+    logits, state, _ = step_logits(decoder, method, params, state, newest_tokens(produced))
+    return emit(produced, state, logits, sampling, eos, limit)
+
+
+first_token = jax.jit(emit, donate_argnames=("produced",))
+"""`emit` on the logits of the prefill."""
+
+
+def statistics(method: AttentionMethod, state: DecodeState) -> list[PathStatistics] | None:
+    """Path statistics of every row so far."""
+    return method.path_statistics(state.layers)

@@ -1,0 +1,338 @@
+"""Generation: prompts in, text out, with any attention method."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from retopk_jax.attention import AttentionMethod, PathStatistics, ReTopK
+from retopk_jax.decode import (
+    DecodeState,
+    Produced,
+    decode_loop,
+    decode_one,
+    first_token,
+    start,
+    statistics,
+)
+from retopk_jax.errors import CapacityError, ConfigError, PromptError
+from retopk_jax.language_model import LanguageModel
+from retopk_jax.prefill import Context, prefill
+from retopk_jax.programs import program
+from retopk_jax.sampling import make_sampling
+
+OnText = Callable[[int, str], None]
+"""Called with (row, new text) as soon as the text is known."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt was continued with.
+
+    Attributes:
+        text: the continuation, without the token or stop string that ended it; None without a
+            tokenizer.
+        tokens: ids of the continuation, the token that ended it included.
+        prompt_tokens: tokens of the prompt.
+        finish_reason: ``"eos"``, ``"stop"`` or ``"length"``.
+        paths: how its head-steps were served; None for methods with one path.
+    """
+
+    text: str | None
+    tokens: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    paths: PathStatistics | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Continuations of a batch of prompts.
+
+    Attributes:
+        completions: one a prompt, in order.
+        context: the prompts as they were read; `continue_from` takes it again.
+        prefill_seconds: wall time of reading the prompts; 0 if they had been read before.
+        decode_seconds: wall time of the decode steps.
+        compile_seconds: wall time of compilation, part of neither.
+        decode_steps: decode steps run, those of the longest row.
+    """
+
+    completions: list[Completion]
+    context: Context
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    decode_steps: int
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Text of every completion."""
+        return [completion.text for completion in self.completions]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Token ids of every completion."""
+        return [completion.tokens for completion in self.completions]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that decode steps produced, a second; each row's first is the prefill's."""
+        decoded = sum(max(len(c.tokens) - 1, 0) for c in self.completions)
+        return decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+"""One text, several texts, or the token ids of several prompts."""
+
+
+def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
+    """Token ids of every prompt.
+
+    Raises:
+        PromptError: an empty prompt, or a text where the model has no tokenizer.
+    """
+    listed = [prompts] if isinstance(prompts, str) else list(prompts)
+    encoded = []
+    for row, prompt in enumerate(listed):
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise PromptError(
+                    f"prompt {row} is text and the model has no tokenizer: give token ids"
+                )
+            ids = model.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise PromptError(f"prompt {row} is empty: expected at least one token")
+        encoded.append(ids)
+    return encoded
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Prompts,
+    *,
+    attention: AttentionMethod | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    capacity: int | None = None,
+    on_text: OnText | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Generation:
+    """Reads prompts and continues them.
+
+    Args:
+        model: from `models.load_model`.
+        prompts: a text, texts, or token ids of several prompts; of any lengths.
+        attention: the decode-time method; None for `ReTopK` with its defaults.
+        max_new_tokens: tokens to produce at most, of every prompt.
+        temperature: 0 for greedy.
+        top_k: likeliest tokens to draw from; 0 for all.
+        top_p: probability mass to draw from.
+        seed: of the sampler; row r draws with its own stream.
+        stop: texts that end a row; they are cut off.
+        ignore_eos: produce `max_new_tokens` whatever the model says.
+        capacity: tokens a row of the cache; None for the least that fits, rounded up.
+        on_text: called with (row, new text) while decoding.
+        progress: called with (tokens read, tokens in all) while prefilling.
+
+    Raises:
+        PromptError: an empty prompt, or a token id outside the vocabulary.
+        CapacityError: prompt and new tokens do not fit the capacity or the model's positions.
+        ConfigError: a setting is out of range.
+    """
+    method = ReTopK() if attention is None else attention
+    make_sampling(temperature, top_k, top_p)
+    _check_stop(model, stop, on_text)
+    encoded = encode_prompts(model, prompts)
+    read = prefill(
+        model,
+        encoded,
+        new_tokens=max_new_tokens,
+        capacity=capacity,
+        tail_queries=method.tail_queries,
+        progress=progress,
+    )
+    generation = continue_from(
+        model,
+        read.context,
+        attention=method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        on_text=on_text,
+    )
+    return replace(
+        generation,
+        prefill_seconds=read.seconds,
+        compile_seconds=generation.compile_seconds + read.compile_seconds,
+    )
+
+
+def continue_from(
+    model: LanguageModel,
+    context: Context,
+    *,
+    attention: AttentionMethod | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    on_text: OnText | None = None,
+) -> Generation:
+    """Continues prompts that have been read; see `generate` for the arguments.
+
+    The context's cache is written beyond the prompts and handed back in the result: continue from
+    `Generation.context` again, with any method, and nothing is copied or read twice. The context
+    passed in is used up.
+    """
+    method = ReTopK() if attention is None else attention
+    sampling = make_sampling(temperature, top_k, top_p)
+    _check_stop(model, stop, on_text)
+    lengths = np.asarray(context.cache.lengths)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: expected 1 or more")
+    room = min(context.cache.capacity, model.decoder.max_positions) - int(lengths.max())
+    if max_new_tokens > room:
+        raise CapacityError(
+            f"max_new_tokens={max_new_tokens}: the context has room for {room} in a cache of "
+            f"{context.cache.capacity} and {model.decoder.max_positions} positions"
+        )
+    state = start(method, context)
+    eos = [-1] if ignore_eos else sorted(model.eos_token_ids) or [-1]
+    controls = (sampling, jnp.asarray(eos, jnp.int32), jnp.int32(max_new_tokens))
+    produced = Produced(
+        jnp.zeros((context.cache.batch, _buffer(max_new_tokens)), jnp.int32),
+        jnp.zeros(context.cache.batch, jnp.int32),
+        jax.random.key(seed),
+    )
+    produced, state = first_token(produced, state, context.logits, *controls)
+    turn = decode_loop if not stop and on_text is None else decode_one
+    args = (method, model.params, state, produced, *controls)
+    run, compile_seconds = program(turn, *args, decoder=model.decoder)
+    watcher = _Watcher(model, context.cache.batch, stop, on_text)
+    jax.block_until_ready(state)
+    began = time.perf_counter()
+    if turn is decode_loop:
+        produced, state = run(method, model.params, state, produced, *controls)
+    else:
+        state = watcher.look(produced, state)
+        while bool(jnp.any(state.active)):
+            produced, state = run(method, model.params, state, produced, *controls)
+            state = watcher.look(produced, state)
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - began
+    cache = replace(state.cache, lengths=jnp.asarray(lengths))
+    return Generation(
+        _completions(model, method, produced, state, lengths, eos, watcher),
+        replace(context, cache=cache),
+        0.0,
+        seconds,
+        compile_seconds,
+        int(jnp.max(state.index)),
+    )
+
+
+def _buffer(tokens: int) -> int:
+    """Columns for new tokens: a power of two, so that few programs are compiled."""
+    return max(64, 1 << (tokens - 1).bit_length())
+
+
+def _check_stop(model: LanguageModel, stop: Sequence[str], on_text: OnText | None) -> None:
+    if isinstance(stop, str) or any(not text for text in stop):
+        raise ConfigError(f"stop={stop!r}: expected a list of texts, none of them empty")
+    if (stop or on_text is not None) and model.tokenizer is None:
+        raise PromptError("stop and on_text need text, and the model has no tokenizer")
+
+
+class _Watcher:
+    """Turns new tokens into text as they come, and ends rows at their stop strings."""
+
+    def __init__(
+        self, model: LanguageModel, batch: int, stop: Sequence[str], on_text: OnText | None
+    ):
+        self._tokenizer = model.tokenizer
+        self._eos = model.eos_token_ids
+        self._stop = list(stop)
+        self._on_text = on_text
+        self._shown = [0] * batch
+        self._seen = [0] * batch
+        self.stopped: dict[int, str] = {}
+
+    def look(self, produced: Produced, state: DecodeState) -> DecodeState:
+        """Shows what is new; returns the state with stopped rows ended."""
+        if self._tokenizer is None:
+            return state
+        tokens, counts = np.asarray(produced.tokens), np.asarray(produced.count)
+        active = np.array(state.active)
+        for row, count in enumerate(counts):
+            if count == self._seen[row] or row in self.stopped:
+                continue
+            self._seen[row] = int(count)
+            text = self._tokenizer.decode(tokens[row, :count].tolist())
+            cut = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
+            ended = not active[row]
+            if cut >= 0:
+                text, ended = text[:cut], True
+                self.stopped[row] = text
+                active[row] = False
+            self._show(row, text, ended)
+        return replace(state, active=jnp.asarray(active))
+
+    def _show(self, row: int, text: str, ended: bool) -> None:
+        """Emits the text that later tokens cannot change: no part of a character or a stop."""
+        safe = len(text)
+        if not ended:
+            while safe > self._shown[row] and text[safe - 1] == "�":
+                safe -= 1
+            for stop in self._stop:
+                for size in range(min(len(stop) - 1, safe), 0, -1):
+                    if text[:safe].endswith(stop[:size]):
+                        safe -= size
+                        break
+        if self._on_text is not None and safe > self._shown[row]:
+            self._on_text(row, text[self._shown[row] : safe])
+        self._shown[row] = max(self._shown[row], safe)
+
+
+def _completions(
+    model: LanguageModel,
+    method: AttentionMethod,
+    produced: Produced,
+    state: DecodeState,
+    lengths: np.ndarray,
+    eos: list[int],
+    watcher: _Watcher,
+) -> list[Completion]:
+    tokens, counts = np.asarray(produced.tokens), np.asarray(produced.count)
+    paths = statistics(method, state)
+    completions = []
+    for row, count in enumerate(counts):
+        ids = tokens[row, :count].tolist()
+        ended = bool(ids) and ids[-1] in eos
+        reason = "stop" if row in watcher.stopped else "eos" if ended else "length"
+        text = None
+        if row in watcher.stopped:
+            text = watcher.stopped[row]
+        elif model.tokenizer is not None:
+            text = model.tokenizer.decode(ids[:-1] if ended else ids)
+        completions.append(
+            Completion(text, ids, int(lengths[row]), reason, None if paths is None else paths[row])
+        )
+    return completions

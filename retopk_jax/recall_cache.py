@@ -1,0 +1,87 @@
+"""The recall cache: a ring of the last C (normalised query, support) pairs of every head."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.prefill_supports import prefill_supports
+from pallas_kernels.recall.reference import normalise
+from retopk_jax.language_model import Geometry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecallCache:
+    """One layer's remembered queries and supports; its size does not depend on L.
+
+    Push number n lies in slot n % C: the oldest entry is the one overwritten.
+
+    Attributes:
+        queries: ``[B, H, C, D]``, q / |q| after positional encoding, in the dtype of the keys.
+        supports: int32 ``[B, H, C, K]``, ascending, −1 last.
+        pushed: int32 ``[B]``, pushes so far; min(pushed, C) entries are filled.
+    """
+
+    queries: jax.Array
+    supports: jax.Array
+    pushed: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """Entries, C."""
+        return self.queries.shape[2]
+
+
+def recall_cache_bytes(
+    geometry: Geometry, batch: int, capacity: int, budget: int, dtype: DTypeLike
+) -> int:
+    """Bytes of the recall caches of all layers."""
+    entry = geometry.head_dim * jnp.dtype(dtype).itemsize + 4 * budget
+    return geometry.num_layers * batch * (geometry.num_heads * capacity * entry + 4)
+
+
+def fill_from_prompt(
+    tail_queries: jax.Array, keys: jax.Array, lengths: jax.Array, *, budget: int
+) -> RecallCache:
+    """Fills the ring from the last min(C, prompt) prompt tokens.
+
+    Each entry is a prompt token's normalised query and its exact top-K support under the causal
+    mask at its own position.
+
+    Args:
+        tail_queries: ``[B, C, H, D]``, queries of the last C prompt tokens, the newest last.
+        keys: ``[B, G, S, D]``.
+        lengths: int32 ``[B]``, prompt tokens.
+        budget: K.
+    """
+    capacity = tail_queries.shape[1]
+    filled = jnp.minimum(lengths, capacity)  # [B]
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]  # [1, C]: the oldest entry in slot 0
+    source = jnp.clip(capacity - filled[:, None] + slot, 0, capacity - 1)
+    queries = jnp.take_along_axis(tail_queries, source[:, :, None, None], axis=1)
+    queries = jnp.moveaxis(queries, 1, 2)  # [B, H, C, D]
+    positions = jnp.where(slot < filled[:, None], lengths[:, None] - filled[:, None] + slot, -1)
+    qbar, _ = normalise(queries)
+    return RecallCache(
+        qbar.astype(keys.dtype),
+        prefill_supports(queries, keys, positions, budget=budget),
+        filled,
+    )
+
+
+def push(cache: RecallCache, qbar: jax.Array, support: jax.Array, active: jax.Array) -> RecallCache:
+    """Overwrites the oldest entry of every active row.
+
+    Args:
+        cache: the ring.
+        qbar: ``[B, H, D]``, normalised queries.
+        support: int32 ``[B, H, K]``, ascending, −1 last.
+        active: bool ``[B]``; the other rows stay as they are.
+    """
+    rows = jnp.arange(cache.pushed.shape[0])
+    slot = jnp.where(active, cache.pushed % cache.capacity, cache.capacity)  # C: dropped
+    queries = cache.queries.at[rows, :, slot].set(qbar.astype(cache.queries.dtype), mode="drop")
+    supports = cache.supports.at[rows, :, slot].set(support, mode="drop")
+    return RecallCache(queries, supports, cache.pushed + active.astype(jnp.int32))
