@@ -4,7 +4,7 @@ from .causal_lm import CausalLM, default_dtype, parameter_bytes, parameter_count
 from .config import ModelConfig, with_rope
 from .decoder import TransformerDecoder
 from .errors import ChatTemplateError, CheckpointError, ConfigError, ModelError, TokenizerError
-from .loading import load_model, read_config
+from .loading import convert, load_model, read_config
 from .rope import Rope, position_angles, rotate
 from .tokenizer import StreamDecoder, TextTokenizer
 
@@ -20,6 +20,7 @@ __all__ = [
     "TextTokenizer",
     "TokenizerError",
     "TransformerDecoder",
+    "convert",
     "default_dtype",
     "load_model",
     "parameter_bytes",

@@ -69,7 +69,7 @@ class CausalLM:
     def with_rope(
         self,
         rope_type: str,
-        factor: float | None = None,
+        factor: float,
         *,
         theta: float | None = None,
         **parameters: Any,

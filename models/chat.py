@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import ChatTemplateError
 
@@ -56,9 +56,7 @@ def render_chat(
         raise ChatTemplateError(f"chat template failed: {error}") from error
     # A template is foreign code: whatever it trips over is its own failure.
     except Exception as error:
-        raise ChatTemplateError(
-            f"chat template failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ChatTemplateError(f"chat template failed: {type(error).__name__}: {error}") from error
     return "".join(pieces)
 
 

@@ -137,7 +137,7 @@ class ModelConfig:
 def with_rope(
     config: ModelConfig,
     rope_type: str,
-    factor: float | None = None,
+    factor: float,
     *,
     theta: float | None = None,
     **parameters: Any,
@@ -159,12 +159,11 @@ def with_rope(
     """
     old = config.rope
     original = old.original_max_positions
-    extended = rope_type == "llama3" and factor is not None
     rope = Rope(
         rope_type=rope_type,
         theta=old.theta if theta is None else theta,
         head_dim=old.head_dim,
-        max_position_embeddings=int(original * factor) if extended else original,
+        max_position_embeddings=int(original * factor) if rope_type == "llama3" else original,
         original_max_positions=original,
         factor=factor,
         **parameters,

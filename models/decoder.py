@@ -1,7 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary grouped-query attention, SwiGLU.
 
 The modules' attributes carry the names of the Hugging Face tensors, so a parameter's path is the
-name of its tensor: ``layers.3.self_attn.q_proj.kernel`` is ``model.layers.3.self_attn.q_proj.weight``
+name of its tensor: ``layers.3.mlp.up_proj.kernel`` is ``model.layers.3.mlp.up_proj.weight``
 transposed.
 """
 

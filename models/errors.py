@@ -18,4 +18,4 @@ class TokenizerError(ModelError):
 
 
 class ChatTemplateError(ModelError):
-    """A chat template that is missing, malformed, refused by the sandbox, or rejects the messages."""
+    """A chat template that is missing, malformed, refused, or that rejects the messages."""

@@ -129,9 +129,9 @@ class GgufCheckpoint:
         tensors = _GgufTensors(self.path, self._tensors, self.config)
         return read_params(decoder, tensors, str(self.path), sharding)
 
-    def stored_dtype(self) -> str | None:
-        """None: quantised weights have no dtype that a parameter could have."""
-        return None
+    def stored_dtype(self) -> np.dtype:
+        """float32, which is what quantised weights dequantise to."""
+        return np.dtype(np.float32)
 
     @cached_property
     def _reader(self) -> GGUFReader:

@@ -28,9 +28,7 @@ _SPLIT = (
 )
 
 
-def tokenizer_files(
-    metadata: Mapping[str, Any], source: str, max_length: int
-) -> dict[str, str]:
+def tokenizer_files(metadata: Mapping[str, Any], source: str, max_length: int) -> dict[str, str]:
     """Text of ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Args:

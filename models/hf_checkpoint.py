@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
@@ -15,7 +16,7 @@ from retopk_jax.language_model import Params
 
 from .config import ModelConfig
 from .decoder import TransformerDecoder
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .tokenizer import TOKENIZER_FILES
 from .weights import ShardingRule, read_params
 
@@ -23,7 +24,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,14 @@ class HfCheckpoint:
         """
         return read_params(decoder, _Safetensors(self.path), str(self.path), sharding)
 
-    def stored_dtype(self) -> str | None:
-        """Name of the dtype that the config says the weights have, if it says so."""
-        return self.config.get("dtype") or self.config.get("torch_dtype")
+    def stored_dtype(self) -> np.dtype:
+        """Dtype of the tensors in the files; float32 where they differ.
+
+        Raises:
+            CheckpointError: weights that are missing or damaged.
+        """
+        dtypes = _Safetensors(self.path).dtypes
+        return jnp.dtype(_DTYPES[dtypes.pop()] if len(dtypes) == 1 else jnp.float32)
 
 
 class _Safetensors:
@@ -72,6 +78,7 @@ class _Safetensors:
         self._directory = directory
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: set[str] = set()
         for path, names in _shards(directory).items():
             self._scan(path, names)
 
@@ -103,6 +110,7 @@ class _Safetensors:
                         f"{path}: tensor {name} has dtype {view.get_dtype()}; "
                         f"supported are {', '.join(_DTYPES)}"
                     )
+                self.dtypes.add(view.get_dtype())
                 self._file_of[name] = path
                 self._shapes[name] = tuple(view.get_shape())
 
@@ -144,8 +152,6 @@ def read_text_files(directory: Path) -> dict[str, str]:
 
 def config_of(contents: Mapping[str, Any], source: str) -> ModelConfig:
     """The model that a ``config.json`` describes; errors name ``source``."""
-    from .errors import ConfigError
-
     try:
         return ModelConfig.from_hf(contents)
     except ConfigError as error:

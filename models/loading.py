@@ -4,14 +4,11 @@ import importlib.metadata
 import logging
 import re
 from pathlib import Path
-from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
-
-from retopk_jax.language_model import Params
 
 from .causal_lm import CausalLM, default_dtype
 from .config import ModelConfig
@@ -19,6 +16,12 @@ from .decoder import TransformerDecoder
 from .errors import CheckpointError
 from .gguf_checkpoint import MAGIC, GgufCheckpoint
 from .hf_checkpoint import CONFIG_FILE, HfCheckpoint, config_of
+from .orbax_checkpoint import (
+    PARAMS_DIRECTORY,
+    OrbaxCheckpoint,
+    refuse_existing,
+    write_checkpoint,
+)
 from .tokenizer import TOKENIZER_FILES, TextTokenizer, eos_ids
 from .weights import ShardingRule
 
@@ -34,24 +37,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _logger = logging.getLogger(__name__)
 
 
-class Checkpoint(Protocol):
-    """What every kind of source offers."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Contents of a Hugging Face ``config.json``."""
-        ...
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Text of the tokenizer and generation files, by name."""
-        ...
-
-    def params(
-        self, decoder: TransformerDecoder, sharding: Sharding | ShardingRule | None = None
-    ) -> tuple[Params, tuple[str, ...]]:
-        """The weights, and notes on what was ignored."""
-        ...
+Checkpoint = HfCheckpoint | GgufCheckpoint | OrbaxCheckpoint
+"""Each has ``config``, ``files``, ``params`` and ``stored_dtype``."""
 
 
 def load_model(
@@ -96,6 +83,29 @@ def load_model(
     return CausalLM(decoder, params, tokenizer, ends, str(source), notes)
 
 
+def convert(source: str | Path, destination: str | Path, *, dtype: DTypeLike | None = None) -> None:
+    """Writes a model as a directory that `load_model` reads faster.
+
+    It holds Orbax parameters, ``config.json`` and the tokenizer and generation files. It is
+    written beside the destination and renamed at the end, so a failure leaves nothing behind.
+
+    Args:
+        source: as for `load_model`.
+        destination: the directory to make.
+        dtype: of the written weights: float32, bfloat16 or float16; None means that of the source,
+            or float32 for a GGUF file.
+
+    Raises:
+        ModelError: the destination exists, or the source cannot be loaded.
+        OSError: writing failed, for example on a full disk.
+    """
+    refuse_existing(Path(destination))
+    checkpoint = open_checkpoint(source)
+    written = checkpoint.stored_dtype() if dtype is None else _dtype(dtype)
+    model = load_model(source, dtype=written)
+    write_checkpoint(Path(destination), model.params, checkpoint.config, checkpoint.files)
+
+
 def read_config(source: str | Path) -> ModelConfig:
     """The configuration of any source that `load_model` accepts; no weights are read.
 
@@ -130,6 +140,8 @@ def _open_directory(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: has no {CONFIG_FILE}" + (f"; name the file to load: {hint}" if hint else "")
         )
+    if (path / PARAMS_DIRECTORY).is_dir():
+        return OrbaxCheckpoint(path)
     return HfCheckpoint(path)
 
 
@@ -183,9 +195,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype:
     try:
         resolved = jnp.dtype(dtype)
     except TypeError as error:
-        raise CheckpointError(
-            f"dtype is {dtype!r}; supported are {', '.join(_DTYPES)}"
-        ) from error
+        raise CheckpointError(f"dtype is {dtype!r}; supported are {', '.join(_DTYPES)}") from error
     if resolved.name not in _DTYPES:
         raise CheckpointError(f"dtype is {resolved.name}; supported are {', '.join(_DTYPES)}")
     return resolved

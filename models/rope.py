@@ -28,11 +28,9 @@ _NUMBERS = (
     "high_freq_factor",
 )
 _REQUIRED = {
-    "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
 }
 
 
@@ -46,7 +44,7 @@ class Rope:
         head_dim: D, even.
         max_position_embeddings: the config's entry of that name.
         original_max_positions: positions before any extension; `yarn` and `llama3` depend on it.
-        factor: how far the context is extended (None for `default`).
+        factor: how far the context is extended; 1 is not at all.
         attention_factor: scale of cos and sin under `yarn`; None derives it from the factor.
         beta_fast: rotations above which `yarn` leaves a frequency as it is.
         beta_slow: rotations below which `yarn` divides a frequency by the factor.
@@ -62,15 +60,15 @@ class Rope:
     head_dim: int
     max_position_embeddings: int
     original_max_positions: int
-    factor: float | None = None
+    factor: float = 1.0
     attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
@@ -81,12 +79,9 @@ class Rope:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         if not self.theta > 0:
             raise ConfigError(f"rope_theta is {self.theta}; it must be positive")
-        for name in _REQUIRED[self.rope_type]:
-            if getattr(self, name) is None:
-                raise ConfigError(f"rope_type {self.rope_type!r} needs the key {name!r}")
-        if self.factor is not None and not self.factor >= 1:
+        if not self.factor >= 1:
             raise ConfigError(f"RoPE factor is {self.factor}; it must be at least 1")
-        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # pyright: ignore[reportOperatorIssue]
+        if not self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 f"low_freq_factor is {self.low_freq_factor}; it must be less than "
                 f"high_freq_factor, {self.high_freq_factor}"
@@ -115,20 +110,24 @@ class Rope:
             "original_max_position_embeddings",
             scaling.get("original_max_position_embeddings"),
         )
-        numbers: dict[str, Any] = {}
-        for name in _NUMBERS:
-            value = scaling.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        original = max_positions if original is None else int(original)
+        numbers = {name: scaling[name] for name in _NUMBERS if scaling.get(name) is not None}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"RoPE parameter {name!r} is {value!r}; a number is expected")
-            numbers[name] = None if value is None else float(value)
+        for name in _REQUIRED.get(rope_type, ()):
+            if name not in numbers:
+                raise ConfigError(f"rope_type {rope_type!r} needs the key {name!r}")
+        if rope_type == "yarn":
+            numbers.setdefault("factor", max_positions / original)
         return cls(
             rope_type=rope_type,
             theta=10_000.0 if theta is None else float(theta),
             head_dim=head_dim,
             max_position_embeddings=max_positions,
-            original_max_positions=max_positions if original is None else int(original),
+            original_max_positions=original,
             truncate=bool(scaling.get("truncate", True)),
-            **numbers,
+            **{name: float(value) for name, value in numbers.items()},
         )
 
     @property
@@ -139,7 +138,7 @@ class Rope:
         extension, so this is ``max_position_embeddings`` or the unextended length times the factor,
         whichever is more.
         """
-        if self.rope_type in ("default", "llama3") or self.factor is None:
+        if self.rope_type in ("default", "llama3"):
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(self.original_max_positions * self.factor))
 
@@ -150,16 +149,9 @@ class Rope:
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
-        factor = self._yarn_factor
         if self.mscale and self.mscale_all_dim:
-            return _mscale(factor, self.mscale) / _mscale(factor, self.mscale_all_dim)
-        return _mscale(factor, 1.0)
-
-    @property
-    def _yarn_factor(self) -> float:
-        if self.factor is not None:
-            return self.factor
-        return self.max_position_embeddings / self.original_max_positions
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
 
     def inverse_frequencies(self) -> np.ndarray:
         """Radians per position of each pair of dimensions: float32 ``[D/2]``, largest first.
@@ -188,7 +180,7 @@ class Rope:
         if self.rope_type != "dynamic":
             fixed = jnp.asarray(self.inverse_frequencies())
             return jnp.broadcast_to(fixed[None], (rows, self.head_dim // 2))
-        factor, limit, dim = float(self.factor or 1), self.max_position_embeddings, self.head_dim
+        factor, limit, dim = self.factor, self.max_position_embeddings, self.head_dim
         lengths = jnp.maximum(sequence_lengths, limit).astype(jnp.float32)
         growth = factor * lengths / limit - (factor - 1)
         theta = self.theta * growth ** (dim / (dim - 2))  # [B]
@@ -197,7 +189,6 @@ class Rope:
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         factor, low, high = self.factor, self.low_freq_factor, self.high_freq_factor
-        assert factor is not None and low is not None and high is not None
         original = self.original_max_positions
         wavelength = np.float32(2 * math.pi) / plain
         smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
@@ -211,13 +202,13 @@ class Rope:
 
     def _yarn(self, plain: np.ndarray) -> np.ndarray:
         dim, original = self.head_dim, self.original_max_positions
-        factor = np.float32(self._yarn_factor)
+        factor = np.float32(self.factor)
 
         def dimension_of(rotations: float) -> float:
             ratio = original / (rotations * 2 * math.pi)
             return dim * math.log(ratio) / (2 * math.log(self.theta))
 
-        low, high = dimension_of(self.beta_fast or 32.0), dimension_of(self.beta_slow or 1.0)
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)

@@ -35,7 +35,12 @@ class TensorSource(Protocol):
 def parameter_paths(params: Params) -> dict[str, jax.ShapeDtypeStruct | jax.Array]:
     """Leaves of a parameter tree by dotted path, such as ``layers.0.mlp.up_proj.kernel``."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+    return {dotted(path): leaf for path, leaf in leaves}
+
+
+def dotted(path: tuple) -> str:
+    """A path of dictionary keys in a parameter tree, such as ``norm.scale``."""
+    return ".".join(str(key.key) for key in path)
 
 
 def read_params(
@@ -63,12 +68,11 @@ def read_params(
     notes = _account(decoder, targets, tensors.shapes, source)
 
     def load(path: tuple, target: jax.ShapeDtypeStruct) -> jax.Array:
-        dotted = ".".join(str(key.key) for key in path)
-        where = sharding(dotted, target.shape) if callable(sharding) else sharding
-        transpose = dotted.endswith(".kernel")
-        place = _placing(transpose, decoder.dtype, where)
+        name = dotted(path)
+        where = sharding(name, target.shape) if callable(sharding) else sharding
+        place = _placing(name.endswith(".kernel"), decoder.dtype, where)
         # Waiting lets the host copy go before the next tensor is read.
-        return place(tensors.read(tensor_name(dotted))).block_until_ready()
+        return place(tensors.read(tensor_name(name))).block_until_ready()
 
     return jax.tree_util.tree_map_with_path(load, decoder.abstract_params), notes
 

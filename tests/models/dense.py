@@ -24,7 +24,5 @@ def dense_logits(
     model: CausalLM, tokens: jax.Array, positions: jax.Array, sequence_lengths: jax.Array
 ) -> jax.Array:
     """Logits of whole sequences: int32 ``[B, T]`` to float32 ``[B, T, V]``."""
-    hidden = model.decoder.hidden(
-        model.params, tokens, positions, sequence_lengths, causal_attend
-    )
+    hidden = model.decoder.hidden(model.params, tokens, positions, sequence_lengths, causal_attend)
     return model.decoder.logits(model.params, hidden)
