@@ -180,12 +180,15 @@ class Rope:
         if self.rope_type != "dynamic":
             fixed = jnp.asarray(self.inverse_frequencies())
             return jnp.broadcast_to(fixed[None], (rows, self.head_dim // 2))
-        factor, limit, dim = self.factor, self.max_position_embeddings, self.head_dim
-        lengths = jnp.maximum(sequence_lengths, limit).astype(jnp.float32)
-        growth = factor * lengths / limit - (factor - 1)
-        theta = self.theta * growth ** (dim / (dim - 2))  # [B]
-        exponents = jnp.asarray(_exponents(dim))  # [D/2]
-        return 1.0 / theta[:, None] ** exponents[None]
+        # An error of one unit in the last place turns into radians at large positions, and XLA's
+        # float32 power has several; so the powers are float64, rounded where transformers rounds.
+        with jax.enable_x64(True):
+            limit, dim = self.max_position_embeddings, self.head_dim
+            lengths = jnp.maximum(sequence_lengths, limit).astype(jnp.float32)
+            growth = self.factor * lengths / limit - (self.factor - 1)
+            exponents = jnp.asarray(_exponents(dim))  # [D/2]
+            theta = self.theta * _power(growth, jnp.float64(dim / (dim - 2)))  # [B]
+            return 1.0 / _power(theta[:, None], exponents[None])
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         factor, low, high = self.factor, self.low_freq_factor, self.high_freq_factor
@@ -259,6 +262,11 @@ def position_angles(positions: jax.Array, row_inverse_frequencies: jax.Array) ->
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """float32 power, correctly rounded but for rare ties; needs 64-bit types enabled."""
+    return (base.astype(jnp.float64) ** exponent.astype(jnp.float64)).astype(jnp.float32)
 
 
 def _exponents(dim: int) -> np.ndarray:
