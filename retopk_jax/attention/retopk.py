@@ -13,7 +13,7 @@ from pallas_kernels.exact_support import exact_support
 from pallas_kernels.recall import recall
 from pallas_kernels.select import select
 from pallas_kernels.sparse_attend import sparse_attend
-from retopk_jax.attention.base import PathStatistics, Report, Step
+from retopk_jax.attention.base import AttentionMethod, PathStatistics, Report, Step
 from retopk_jax.attention.checks import check_integer, check_number
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
@@ -41,7 +41,7 @@ class ReTopKState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ReTopK:
+class ReTopK(AttentionMethod):
     """Similarity-guided reuse of top-K supports.
 
     Changing `tau` or `refresh` does not recompile a step; the sizes do.
@@ -135,7 +135,12 @@ class ReTopK:
             state.paths + taken.astype(jnp.int32),
             state.candidates + jnp.where(reused, scored.unique, 0),
         )
-        return out, state, Report(support, path, recalled.rho_max, scored.unique)
+        groups = keys.shape[1]
+        scanned = jnp.any(wanted.reshape(wanted.shape[0], groups, -1), axis=2)  # [B, G]
+        scan = jnp.sum(scanned, axis=1) * step.lengths
+        ranked = jnp.sum(jnp.where(path == REUSE, scored.unique, 0), axis=1)
+        read = (scan + ranked).astype(jnp.float32) * keys.shape[3]
+        return out, state, Report(support, path, recalled.rho_max, scored.unique, read)
 
     def choose_path(self, rho_max: jax.Array, step: Step) -> jax.Array:
         """Path of every head, int32 ``[B, H]``: refresh on schedule, else reuse if similar enough.
@@ -146,7 +151,8 @@ class ReTopK:
         """
         period = jnp.asarray(self.refresh, jnp.int32)
         due = (period > 0) & (step.index > 0) & (step.index % jnp.maximum(period, 1) == 0)
-        similar = (rho_max >= jnp.asarray(self.tau, jnp.float32)) & (rho_max > -jnp.inf)
+        cosine = jnp.clip(rho_max, -1.0, 1.0)  # rounding may have carried it beyond
+        similar = (cosine >= jnp.asarray(self.tau, jnp.float32)) & (rho_max > -jnp.inf)
         return jnp.where(due[:, None], REFRESH, jnp.where(similar, REUSE, FALLBACK))
 
     def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:

@@ -31,8 +31,8 @@ class ToyDecoder:
         geometry = self.geometry
         dim = geometry.head_dim
         x = params["embed"][tokens]  # [B, T, E]
-        rates = 100.0 ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
-        angle = positions[..., None].astype(jnp.float32) * rates[None, None, :]
+        rates = self.inverse_frequencies(sequence_lengths)
+        angle = positions[..., None].astype(jnp.float32) * rates[:, None, :]
         cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
 
         def rotate(y: jax.Array) -> jax.Array:
@@ -47,6 +47,11 @@ class ToyDecoder:
             x = x + jnp.einsum("bthd,hde->bte", out, block["o"], precision="highest")
             x = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
         return x
+
+    def inverse_frequencies(self, sequence_lengths: jax.Array) -> jax.Array:
+        half = self.geometry.head_dim // 2
+        rates = 100.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        return jnp.broadcast_to(rates[None], (sequence_lengths.shape[0], half))
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         return jnp.einsum("...e,ve->...v", hidden, params["head"], precision="highest")
