@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from jinja2 import Undefined
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -79,6 +80,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"range{bounds}: more than {MAX_LOOP_STEPS} loop steps in all")
         self._steps_left -= len(steps)
         return steps
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise SecurityError(f"attribute {attribute} of a {type(obj).__name__}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or not all(isinstance(side, int | float) for side in (left, right)):

@@ -193,8 +193,10 @@ class Rope:
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         factor, low, high = self.factor, self.low_freq_factor, self.high_freq_factor
         original = self.original_max_positions
-        wavelength = np.float32(2 * math.pi) / plain
-        smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+        one = np.float32(1)
+        wavelength = one / plain * np.float32(2 * math.pi)
+        rotations = one / wavelength * np.float32(original)
+        smooth = (rotations - np.float32(low)) / np.float32(high - low)
         divided = plain / np.float32(factor)
         blended = (1 - smooth) * plain / np.float32(factor) + smooth * plain
         return np.where(

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tests.models.checkpoints import write_random
-from tests.models.dense import causal_attend, dense_logits
 
 from models import ModelConfig, TransformerDecoder, decoder, load_model, random_model
 from retopk_jax.language_model import Geometry
+from tests.models.checkpoints import write_random
+from tests.models.dense import causal_attend, dense_logits
 
 LENGTH = 24
 STARTS = (0, 1000, 30_000, 60_000 - LENGTH)
