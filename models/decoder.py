@@ -243,6 +243,10 @@ class TransformerDecoder:
         """See `retopk_jax.language_model.Decoder.hidden`."""
         return self._bind(params).hidden(tokens, positions, sequence_lengths, attend)
 
+    def inverse_frequencies(self, sequence_lengths: jax.Array) -> jax.Array:
+        """See `retopk_jax.language_model.Decoder.inverse_frequencies`."""
+        return self.config.rope.row_inverse_frequencies(sequence_lengths)
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """See `retopk_jax.language_model.Decoder.logits`."""
         return self._bind(params).logits(hidden)

@@ -7,7 +7,17 @@ model = load_model("smollm2")
 print(generate(model, "The capital of France is", attention=ReTopK(budget=128)).texts[0])
 """
 
-from retopk_jax.attention import AttentionMethod, ExactTopK, Full, ReTopK
+from retopk_jax.attention import (
+    AttentionMethod,
+    ExactTopK,
+    Full,
+    Loki,
+    Quest,
+    ReTopK,
+    SparQ,
+    StreamingLLM,
+    TokenSelect,
+)
 from retopk_jax.decode import Session, decode_step, start_session
 from retopk_jax.errors import CapacityError, ConfigError, PromptError, RetopkError
 from retopk_jax.generate import Completion, Generation, continue_from, generate
@@ -22,10 +32,15 @@ __all__ = [
     "ExactTopK",
     "Full",
     "Generation",
+    "Loki",
     "PromptError",
+    "Quest",
     "ReTopK",
     "RetopkError",
     "Session",
+    "SparQ",
+    "StreamingLLM",
+    "TokenSelect",
     "continue_from",
     "decode_step",
     "generate",

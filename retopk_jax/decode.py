@@ -17,6 +17,52 @@ from retopk_jax.sampling import Sampling, sample
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Usage:
+    """What a decode step of a row took, on average over its steps so far.
+
+    Attributes:
+        tokens: float32 ``[B]``, tokens attended by a head of a layer.
+        key_bytes: float32 ``[B]``, keys, or what stands for them while ranking, read in all layers.
+        value_bytes: float32 ``[B]``, values read in all layers.
+    """
+
+    tokens: jax.Array
+    key_bytes: jax.Array
+    value_bytes: jax.Array
+
+
+def _update_usage(
+    usage: Usage, reports: list[Report], cache: KVCache, step: Step, heads: int
+) -> Usage:
+    """Running means with this step taken in."""
+    groups, dim = cache.keys[0].shape[1], cache.keys[0].shape[3]
+    size = cache.keys[0].dtype.itemsize
+    lengths = step.lengths.astype(jnp.float32)
+    tokens, keys, values = [], [], []
+    for report in reports:
+        if report.support is None:
+            tokens.append(lengths)
+            values.append(lengths * (groups * dim * size))
+        else:
+            attended = jnp.sum(report.support >= 0, axis=(1, 2), dtype=jnp.float32)
+            tokens.append(attended / heads)
+            values.append(attended * (dim * size))
+        if report.key_elements is not None:
+            keys.append(report.key_elements * size)
+    count = (step.index + 1).astype(jnp.float32)
+
+    def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(step.active, old + (new - old) / count, old)
+
+    return Usage(
+        mean(usage.tokens, sum(tokens[1:], tokens[0]) / len(tokens)),
+        mean(usage.key_bytes, sum(keys, jnp.zeros_like(lengths))),
+        mean(usage.value_bytes, sum(values[1:], values[0])),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DecodeState:
     """Everything a decode step reads and replaces.
 
@@ -25,12 +71,14 @@ class DecodeState:
         layers: the attention method's state, per layer.
         index: int32 ``[B]``, decode steps done by each row, t.
         active: bool ``[B]``, rows that have not ended.
+        usage: what the steps read on average.
     """
 
     cache: KVCache
     layers: tuple[LayerState, ...]
     index: jax.Array
     active: jax.Array
+    usage: Usage
 
 
 @functools.partial(jax.jit)
@@ -64,6 +112,7 @@ def start(method: AttentionMethod, context: Context) -> DecodeState:
         prime(method, context),
         jnp.zeros(batch, jnp.int32),
         jnp.ones(batch, jnp.bool_),
+        Usage(*(jnp.zeros(batch, jnp.float32) for _ in range(3))),
     )
 
 
@@ -92,7 +141,7 @@ def step_logits(
     cache, active = state.cache, state.active
     slot = jnp.where(active, cache.lengths, cache.capacity)
     lengths = cache.lengths + active.astype(jnp.int32)
-    step = Step(lengths, state.index, active)
+    step = Step(lengths, state.index, active, decoder.inverse_frequencies(cache.lengths + 1))
     keys, values = list(cache.keys), list(cache.values)
     layers: list[LayerState] = []
     reports: list[Report] = []
@@ -118,6 +167,7 @@ def step_logits(
         tuple(layers),
         state.index + active.astype(jnp.int32),
         active,
+        _update_usage(state.usage, reports, cache, step, decoder.geometry.num_heads),
     )
     return logits, new_state, tuple(reports)
 

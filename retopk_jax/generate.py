@@ -39,6 +39,9 @@ class Completion:
         prompt_tokens: tokens of the prompt.
         finish_reason: ``"eos"``, ``"stop"`` or ``"length"``.
         paths: how its head-steps were served; None for methods with one path.
+        tokens_attended: tokens that a head of a layer attended to, mean over its decode steps.
+        key_bytes: keys, or what stands for them while ranking, read in a decode step, mean.
+        value_bytes: values read in a decode step, mean.
     """
 
     text: str | None
@@ -46,6 +49,9 @@ class Completion:
     prompt_tokens: int
     finish_reason: str
     paths: PathStatistics | None
+    tokens_attended: float
+    key_bytes: float
+    value_bytes: float
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ def generate(
         ConfigError: a setting is out of range.
     """
     method = ReTopK() if attention is None else attention
+    method.check(model.decoder.geometry)
     make_sampling(temperature, top_k, top_p)
     _check_stop(model, stop, on_text)
     encoded = encode_prompts(model, prompts)
@@ -203,6 +210,7 @@ def continue_from(
     passed in is used up.
     """
     method = ReTopK() if attention is None else attention
+    method.check(model.decoder.geometry)
     sampling = make_sampling(temperature, top_k, top_p)
     _check_stop(model, stop, on_text)
     lengths = np.asarray(context.cache.lengths)
@@ -322,6 +330,8 @@ def _completions(
 ) -> list[Completion]:
     tokens, counts = np.asarray(produced.tokens), np.asarray(produced.count)
     paths = statistics(method, state)
+    usage = state.usage
+    means = [np.asarray(x) for x in (usage.tokens, usage.key_bytes, usage.value_bytes)]
     completions = []
     for row, count in enumerate(counts):
         ids = tokens[row, :count].tolist()
@@ -333,6 +343,13 @@ def _completions(
         elif model.tokenizer is not None:
             text = model.tokenizer.decode(ids[:-1] if ended else ids)
         completions.append(
-            Completion(text, ids, int(lengths[row]), reason, None if paths is None else paths[row])
+            Completion(
+                text,
+                ids,
+                int(lengths[row]),
+                reason,
+                None if paths is None else paths[row],
+                *(float(mean[row]) for mean in means),
+            )
         )
     return completions

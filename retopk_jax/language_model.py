@@ -87,6 +87,17 @@ class Decoder(Protocol):
         """
         ...
 
+    def inverse_frequencies(self, sequence_lengths: jax.Array) -> jax.Array:
+        """Radians per position by which the pairs (i, i + D / 2) of a key are rotated.
+
+        Args:
+            sequence_lengths: int32 ``[B]``.
+
+        Returns:
+            float32 ``[B, D / 2]``.
+        """
+        ...
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Final norm and output head: ``[..., E]`` to float32 ``[..., V]``."""
         ...

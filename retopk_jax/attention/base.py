@@ -1,9 +1,11 @@
 """The one interface of every decode-time attention method."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from retopk_jax.language_model import Geometry
@@ -22,11 +24,14 @@ class Step:
         index: int32 ``[B]``, decode steps of the row before this one, t.
         active: bool ``[B]``; the other rows have ended: their output is not used, and nothing of
             them may be remembered or counted.
+        inverse_frequencies: float32 ``[B, D / 2]``, radians per position by which the pairs
+            (i, i + D / 2) of a key are rotated; None where no method asks for it.
     """
 
     lengths: jax.Array
     index: jax.Array
     active: jax.Array
+    inverse_frequencies: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +44,15 @@ class Report:
         path: int32 ``[B, H]``, how the support was found, as the method numbers it.
         rho_max: float32 ``[B, H]``, similarity to the most similar remembered query.
         candidates: int32 ``[B, H]``, unique candidates ranked by a reuse.
+        key_elements: float32 ``[B]``, numbers of the keys, or of what stands for them while
+            ranking, that the step had to read.
     """
 
     support: jax.Array | None = None
     path: jax.Array | None = None
     rho_max: jax.Array | None = None
     candidates: jax.Array | None = None
+    key_elements: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,14 @@ class PathStatistics:
         return self.candidates / max(self.reuse, 1)
 
 
-class AttentionMethod(Protocol):
+class AttentionMethod(ABC):
     """How a decode step attends to the cache. A frozen pytree: numbers may be traced, sizes static.
 
     All methods follow a dense prefill. `prime` builds their state from its cache once; `attend` is
     called in the jitted step, after the current token's key and value were appended.
+
+    Attributes:
+        name: what the command line calls it.
     """
 
     name: ClassVar[str]
@@ -93,7 +104,11 @@ class AttentionMethod(Protocol):
     @property
     def tail_queries(self) -> int:
         """Queries of the last prompt tokens that `prime` needs."""
-        ...
+        return 0
+
+    def check(self, geometry: Geometry) -> None:
+        """Raises ConfigError where the settings do not fit a model's shapes."""
+        return
 
     def prime(
         self,
@@ -103,7 +118,7 @@ class AttentionMethod(Protocol):
         tail_queries: jax.Array,
         lengths: jax.Array,
     ) -> LayerState:
-        """State of one layer after a dense prefill.
+        """State of one layer after a dense prefill; empty for a method that remembers nothing.
 
         Args:
             layer: index of the layer.
@@ -113,8 +128,9 @@ class AttentionMethod(Protocol):
                 the newest last; garbage before the prompt's start.
             lengths: int32 ``[B]``, prompt tokens of each row.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def attend(
         self,
         layer: int,
@@ -134,12 +150,21 @@ class AttentionMethod(Protocol):
             values: ``[B, G, S, D]``, the current token's included.
             step: the decode step.
         """
-        ...
 
     def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
         """Bytes of the state of all layers, counters left out."""
-        ...
+        return 0
 
     def path_statistics(self, states: tuple[LayerState, ...]) -> list[PathStatistics] | None:
         """Per row, or None for a method that has only one path."""
-        ...
+        return None
+
+
+def every_key(keys: jax.Array, step: Step) -> jax.Array:
+    """Numbers in the valid keys ``[B, G, S, D]`` of every row, float32 ``[B]``."""
+    return step.lengths.astype(jnp.float32) * (keys.shape[1] * keys.shape[3])
+
+
+def support_keys(keys: jax.Array, support: jax.Array) -> jax.Array:
+    """Numbers in the keys of a support ``[B, H, K]``, counted once a head; float32 ``[B]``."""
+    return jnp.sum(support >= 0, axis=(1, 2), dtype=jnp.float32) * keys.shape[3]

@@ -26,3 +26,9 @@ def check_number(name: str, value: Any, *, minimum: float) -> None:
         number = None
     if number is None or not math.isfinite(number) or number < minimum:
         raise ConfigError(f"{name}={value!r}: expected a finite number >= {minimum}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ConfigError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}")

@@ -5,18 +5,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.exact_support import exact_support
 from pallas_kernels.sparse_attend import sparse_attend
-from retopk_jax.attention.base import PathStatistics, Report, Step
+from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key
 from retopk_jax.attention.checks import check_integer
-from retopk_jax.language_model import Geometry
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ExactTopK:
+class ExactTopK(AttentionMethod):
     """Per query head, softmax over the K keys with the largest scores, ties to the lower token.
 
     Attributes:
@@ -26,21 +24,9 @@ class ExactTopK:
     budget: int = field(default=512, metadata={"static": True})
 
     name: ClassVar[str] = "exact"
-    tail_queries: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_integer("budget", self.budget, minimum=1)
-
-    def prime(
-        self,
-        layer: int,
-        keys: jax.Array,
-        values: jax.Array,
-        tail_queries: jax.Array,
-        lengths: jax.Array,
-    ) -> tuple[()]:
-        """Remembers nothing."""
-        return ()
 
     def attend(
         self,
@@ -54,12 +40,8 @@ class ExactTopK:
         """See `AttentionMethod.attend`."""
         wanted = jnp.broadcast_to(step.active[:, None], q.shape[:2])  # [B, H]
         support, scores = exact_support(q, keys, step.lengths, wanted, budget=self.budget)
-        return sparse_attend(values, support, scores), (), Report(support)
-
-    def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
-        """Zero."""
-        return 0
-
-    def path_statistics(self, states: tuple[tuple[()], ...]) -> list[PathStatistics] | None:
-        """None: there is one path."""
-        return None
+        return (
+            sparse_attend(values, support, scores),
+            (),
+            Report(support, key_elements=every_key(keys, step)),
+        )
