@@ -6,6 +6,12 @@ from typing import Any
 import jax
 
 
+def platform() -> str:
+    """Platform that a function traced now is for: the abstract device's, else the default's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
 def dispatch(
     op: str,
     implementations: Mapping[str, Callable[..., Any]],
@@ -17,8 +23,8 @@ def dispatch(
     Args:
         op: name of the op, for error messages.
         implementations: every implementation by name; ``"reference"`` is always among them.
-        implementation: the one wanted, or None for the best of the default backend.
-        preference: implementations to try in order, by backend; a backend that is not a key uses
+        implementation: the one wanted, or None for the best of `platform`.
+        preference: implementations to try in order, by platform; a platform that is not a key uses
             the reference. A later one is tried only when an earlier raises NotImplementedError.
 
     Raises:
@@ -31,7 +37,7 @@ def dispatch(
                 f"{sorted(implementations)}"
             )
         return implementations[implementation]
-    order = [*preference.get(jax.default_backend(), ()), "reference"]
+    order = [*preference.get(platform(), ()), "reference"]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for name in order[:-1]:

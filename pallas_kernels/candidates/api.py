@@ -4,12 +4,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.candidates import reference
+from pallas_kernels.candidates import reference, triton
 from pallas_kernels.candidates.types import Candidates
 from pallas_kernels.dispatch import dispatch
 
-_IMPLEMENTATIONS = {"reference": reference.candidates}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.candidates, "triton": triton.candidates}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def candidates(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.exact_support import reference
+from pallas_kernels.exact_support import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.exact_support}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.exact_support, "triton": triton.exact_support}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def exact_support(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_supports import reference
+from pallas_kernels.prefill_supports import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.prefill_supports}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.prefill_supports, "triton": triton.prefill_supports}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def prefill_supports(

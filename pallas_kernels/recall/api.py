@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.recall import reference
+from pallas_kernels.recall import reference, triton
 from pallas_kernels.recall.types import Recalled
 
-_IMPLEMENTATIONS = {"reference": reference.recall}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.recall, "triton": triton.recall}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def recall(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.select import reference
+from pallas_kernels.select import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.select}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.select, "triton": triton.select}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def select(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.sparse_attend import reference
+from pallas_kernels.sparse_attend import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.sparse_attend}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.sparse_attend, "triton": triton.sparse_attend}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def sparse_attend(

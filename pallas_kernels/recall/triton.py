@@ -1,0 +1,116 @@
+"""Recall as a Triton kernel: one program a head, the whole ring at once."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.recall.types import Recalled
+from pallas_kernels.triton_lib import (
+    Array,
+    Ref,
+    call,
+    check,
+    load_at,
+    round_up,
+    store_at,
+    warps_for,
+)
+
+
+class RingMatch(NamedTuple):
+    """What one program finds: qbar ``[Dp]``, R slots most similar first, and scalars."""
+
+    qbar: Array
+    slots: list[Array]
+    rho_max: Array
+
+
+def match_ring(
+    q_ref: Ref,  # [BH, D]
+    queries_ref: Ref,  # [BH, C, D]
+    row: Array,
+    pushed: Array,
+    *,
+    entries: int,
+) -> RingMatch:
+    """Compares the query of one head with its ring."""
+    _, capacity, dim = queries_ref.shape
+    d = lax.iota(jnp.int32, round_up(dim))
+    c = lax.iota(jnp.int32, round_up(capacity))
+    q = load_at(q_ref, row, d, mask=d < dim, other=0.0).astype(jnp.float32)
+    ring = load_at(
+        queries_ref,
+        row,
+        c[:, None],
+        d[None, :],
+        mask=(c < capacity)[:, None] & (d < dim)[None, :],
+        other=0.0,
+    )
+    norm = jnp.sqrt(jnp.sum(q * q))
+    usable = (norm > 0.0) & (norm < float("inf"))
+    qbar = jnp.where(usable, q / jnp.where(usable, norm, 1.0), 0.0)
+    rho = jnp.sum(ring.astype(jnp.float32) * qbar[None, :], axis=1)  # [Cp]
+    newest = (pushed + capacity - 1) % capacity
+    age = newest - c
+    age = jnp.where(age < 0, age + capacity, age)
+    known = (c < capacity) & (age < pushed) & usable
+    rho = jnp.where(known, rho, -float("inf"))
+    rho_max = jnp.max(rho)
+    slots = []
+    for _ in range(entries):
+        best = jnp.max(rho)
+        youngest = jnp.min(jnp.where(rho == best, age, capacity))
+        slot = newest - youngest
+        slot = jnp.where(slot < 0, slot + capacity, slot)
+        slots.append(jnp.where(best > -float("inf"), slot, -1))
+        rho = jnp.where(age == youngest, -float("inf"), rho)
+    return RingMatch(qbar, slots, rho_max)
+
+
+def ring_warps(capacity: int, dim: int) -> int:
+    """Warps of a program that holds a ring."""
+    return warps_for(round_up(capacity) * round_up(dim), each=64, most=8)
+
+
+def recall(q: jax.Array, queries: jax.Array, pushed: jax.Array, *, entries: int) -> Recalled:
+    """See `pallas_kernels.recall.recall`."""
+    batch, heads, capacity, dim = queries.shape
+    check(capacity <= 128 and dim <= 256, "rings of up to 128 entries of up to 256 dimensions")
+    rows = batch * heads
+
+    def kernel(
+        q_ref: Ref,  # [BH, D]
+        queries_ref: Ref,  # [BH, C, D]
+        pushed_ref: Ref,  # [B]
+        qbar_ref: Ref,  # [BH, D]
+        slots_ref: Ref,  # [BH, R]
+        rho_ref: Ref,  # [BH]
+    ) -> None:
+        row = pl.program_id(0)
+        found = match_ring(q_ref, queries_ref, row, pushed_ref[row // heads], entries=entries)
+        d = lax.iota(jnp.int32, round_up(dim))
+        store_at(qbar_ref, found.qbar, row, d, mask=d < dim)
+        for r, slot in enumerate(found.slots):
+            slots_ref[row, r] = slot
+        rho_ref[row] = found.rho_max
+
+    run = call(
+        kernel,
+        name="recall",
+        grid=(rows,),
+        outputs=[
+            jax.ShapeDtypeStruct((rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((rows, entries), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ],
+        warps=ring_warps(capacity, dim),
+    )
+    qbar, slots, rho_max = run(q.reshape(rows, dim), queries.reshape(rows, capacity, dim), pushed)
+    return Recalled(
+        qbar.reshape(batch, heads, dim),
+        slots.reshape(batch, heads, entries),
+        rho_max.reshape(batch, heads),
+    )

@@ -1,0 +1,67 @@
+"""The ReTopK step as the composition of the plain XLA forms of its parts."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.candidates.reference import candidates
+from pallas_kernels.exact_support.reference import exact_support
+from pallas_kernels.numerics import PAD
+from pallas_kernels.recall.reference import recall
+from pallas_kernels.retopk_step.types import (
+    FALLBACK,
+    REFRESH,
+    REUSE,
+    Remembered,
+    ReTopKStep,
+)
+from pallas_kernels.select.reference import select
+from pallas_kernels.sparse_attend.reference import sparse_attend
+
+
+def retopk_step(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    remembered: Remembered,
+    lengths: jax.Array,
+    refresh_due: jax.Array,
+    active: jax.Array,
+    tau: jax.Array,
+    *,
+    entries: int,
+    window: int,
+) -> ReTopKStep:
+    """See `pallas_kernels.retopk_step.retopk_step`."""
+    queries, supports, pushed, paths, candidate_total = remembered
+    capacity, budget = supports.shape[2:]
+    found = recall(q, queries, pushed, entries=entries)
+    similar = (found.rho_max >= tau) & (found.rho_max > -jnp.inf)
+    path = jnp.where(refresh_due[:, None], REFRESH, jnp.where(similar, REUSE, FALLBACK))
+    path = path.astype(jnp.int32)
+    counted = active[:, None]
+    scored = candidates(q, keys, supports, found.slots, lengths, window=window)
+    support, scores = select(scored.ids, scored.scores, budget=budget)
+    wanted = (path != REUSE) & counted
+    exact, exact_scores = exact_support(q, keys, lengths, wanted, budget=budget)
+    support = jnp.where(wanted[..., None], exact, support)
+    scores = jnp.where(wanted[..., None], exact_scores, scores)
+    support = jnp.where(counted[..., None], support, PAD)
+    scores = jnp.where(counted[..., None], scores, -jnp.inf)
+    rows = jnp.arange(pushed.shape[0])
+    slot = jnp.where(active, pushed % capacity, capacity)  # capacity: dropped
+    unique = jnp.where((path == REUSE) & counted, scored.unique, 0)
+    taken = (path[..., None] == jnp.arange(3)[None, None]) & counted[..., None]
+    return ReTopKStep(
+        sparse_attend(values, support, scores),
+        Remembered(
+            queries.at[rows, :, slot].set(found.qbar.astype(queries.dtype), mode="drop"),
+            supports.at[rows, :, slot].set(support, mode="drop"),
+            pushed + active.astype(jnp.int32),
+            paths + taken.astype(jnp.int32),
+            candidate_total + unique,
+        ),
+        support,
+        path,
+        found.rho_max,
+        unique,
+    )

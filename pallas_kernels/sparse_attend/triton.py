@@ -1,0 +1,88 @@
+"""Sparse attend as a Triton kernel: programs split the dimensions, so nothing is combined after."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, round_up, store_at
+
+
+def splits(rows: int, dim: int) -> int:
+    """Programs a head: enough to fill a GPU, each with at least 32 dimensions."""
+    return max(1, min(round_up(dim) // 32, 256 // rows))
+
+
+def attend_support(
+    support_ref: Ref,  # [BH, K]
+    scores_ref: Ref,  # [BH, K]
+    values_ref: Ref,  # [BG, S, D]
+    out_ref: Ref,  # [BH, D]
+    row: Array,
+    split: Array,
+    *,
+    pieces: int,
+) -> None:
+    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions."""
+    heads, budget = support_ref.shape
+    dim = values_ref.shape[2]
+    width = round_up(dim) // pieces
+    group = row // (heads // values_ref.shape[0])
+    lane = lax.iota(jnp.int32, round_up(budget))
+    scores = load_at(scores_ref, row, lane, mask=lane < budget, other=-float("inf"))
+    best = jnp.max(scores)
+    best = jnp.where(best > -float("inf"), best, 0.0)
+    total = jnp.sum(jnp.exp(scores - best))
+    total = jnp.where(total > 0.0, total, 1.0)
+    d = split * width + lax.iota(jnp.int32, width)
+    block = min(round_up(budget), max(16, 32768 // width))
+
+    def add(i: Array, out: Array) -> Array:
+        k = i * block + lax.iota(jnp.int32, block)
+        token = load_at(support_ref, row, k, mask=k < budget, other=-1)
+        score = load_at(scores_ref, row, k, mask=k < budget, other=-float("inf"))
+        values = load_at(
+            values_ref,
+            group,
+            jnp.maximum(token, 0)[:, None],
+            d[None, :],
+            mask=(token >= 0)[:, None] & (d < dim)[None, :],
+            other=0.0,
+        )
+        weights = jnp.exp(score - best) / total
+        return out + jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0)
+
+    out = lax.fori_loop(0, -(-budget // block), add, jnp.zeros((width,), jnp.float32))
+    store_at(out_ref, out.astype(out_ref.dtype), row, d, mask=d < dim)
+
+
+def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax.Array:
+    """See `pallas_kernels.sparse_attend.sparse_attend`."""
+    batch, heads, budget = support.shape
+    groups, stored, dim = values.shape[1:]
+    check(dim <= 256, "up to 256 dimensions")
+    rows = batch * heads
+    pieces = splits(rows, dim)
+
+    def kernel(
+        values_ref: Ref,  # [BG, S, D]
+        support_ref: Ref,  # [BH, K]
+        scores_ref: Ref,  # [BH, K]
+        out_ref: Ref,  # [BH, D]
+    ) -> None:
+        row, split = pl.program_id(0), pl.program_id(1)
+        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+
+    run = call(
+        kernel,
+        name="sparse_attend",
+        grid=(rows, pieces),
+        outputs=[jax.ShapeDtypeStruct((rows, dim), values.dtype)],
+        warps=8,
+    )
+    (out,) = run(
+        values.reshape(batch * groups, stored, dim),
+        support.reshape(rows, budget),
+        scores.reshape(rows, budget),
+    )
+    return out.reshape(batch, heads, dim)

@@ -1,0 +1,242 @@
+"""What the Triton kernels share: the call itself, order-preserving keys, and exact selection.
+
+Names ending in ``p`` (``Kp``, ``Dp``) are sizes rounded up to a power of two, the only ones that
+Triton has; lanes beyond the true size are masked.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.dispatch import platform
+
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
+
+LAST = 2**31 - 1
+"""Sorts after every token."""
+NOTHING = -(2**31) + 0x7FFFFF
+"""`order_key` of −inf; every finite score has a larger key."""
+
+Array = jax.Array
+Ref = Any
+
+
+def round_up(n: int) -> int:
+    """The smallest power of two that is at least ``n`` and 1."""
+    return pl.next_power_of_2(max(n, 1))
+
+
+def interpreted() -> bool:
+    """Whether kernels run in interpret mode: everywhere but on a GPU."""
+    return platform() != "gpu"
+
+
+def barrier() -> None:
+    """Makes a program's stores visible to all its threads."""
+    if not interpreted():
+        plt.debug_barrier()
+
+
+def call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    warps: int,
+    stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A Triton kernel over whole-array refs: programs index what they need.
+
+    Args:
+        kernel: takes one ref per input, then one per output.
+        name: shown by profilers.
+        grid: programs, at most three axes.
+        outputs: shapes of the outputs; scratch that outlives a program is an output, too.
+        warps: of a program, 32 threads each.
+        stages: of software pipelining in loops that load and multiply.
+        aliases: input position to the output position that shares its memory.
+    """
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=list(outputs),
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpreted(),
+        name=name,
+    )
+
+
+def full_index(shape: tuple[int, ...], *indices: Any) -> tuple[Array, ...]:
+    """Integer index arrays of one ``shape``; interpret mode needs every dimension as an array."""
+    return tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in indices)
+
+
+def load_at(ref: Ref, *indices: Any, mask: Any = None, other: Any = None) -> Array:
+    """Loads elements at broadcast integer indices; unloaded lanes give ``other``."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    if not shape:
+        return plt.load(ref.at[indices])
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, shape)
+    return plt.load(ref.at[full_index(shape, *indices)], mask=mask, other=other)
+
+
+def store_at(ref: Ref, value: Array, *indices: Any, mask: Any = None) -> None:
+    """Stores elements at broadcast integer indices, where ``mask`` is set."""
+    shape = jnp.shape(value)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, shape)
+        if interpreted():  # which writes old values back at the lanes that the mask leaves out
+            indices = (*indices[:-1], jnp.where(mask, indices[-1], LAST))
+    plt.store(ref.at[full_index(shape, *indices)], value, mask=mask)
+
+
+def order_key(scores: Array) -> Array:
+    """Int32 keys in the order of float32 scores (no NaN, no negative zero)."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def key_score(key: Array) -> Array:
+    """Inverse of `order_key`."""
+    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
+
+
+def finite_scores(dots: Array, scale: float, valid: Array) -> Array:
+    """Scaled scores as `pallas_kernels.numerics.clean_scores` makes them."""
+    scores = dots * scale
+    finite = valid & (jnp.abs(scores) < float("inf"))
+    return jnp.where(finite, jnp.where(scores == 0.0, 0.0, scores), -float("inf"))
+
+
+def largest_threshold(
+    count: Callable[[Array, Array], tuple[Array, Array]],
+    low: Array,
+    count_low: Array,
+    high: Array,
+    budget: int,
+) -> tuple[Array, Array]:
+    """The largest key t with at least ``budget`` keys ≥ t, or any t with exactly that many.
+
+    A round counts at two probes around where the budget should lie if scores were spread evenly
+    between the bounds; every third round halves the bracket instead, so that it always ends.
+
+    Args:
+        count: numbers of keys that are at least each of two probes.
+        low: a key with at least ``budget`` keys ≥ it, or one that all keys reach.
+        count_low: number of keys ≥ ``low``.
+        high: a key that none reaches.
+        budget: K.
+
+    Returns:
+        t and the number of keys ≥ t, which is below ``budget`` only if all keys together are.
+    """
+
+    def unfinished(carry: tuple[Array, ...]) -> Array:
+        low, count_low, high, _, _ = carry
+        return (count_low > budget) & (low + 1 < high)
+
+    def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        low, count_low, high, count_high, turn = carry
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        below, above = key_score(low), key_score(high)
+        inside = (count_low - count_high).astype(jnp.float32)
+        share = ((count_low - budget).astype(jnp.float32) + 0.5) / inside
+        margin = 0.7 * lax.rsqrt(inside)
+        span = above - below
+        first = order_key(below + span * (share - margin))
+        second = order_key(below + span * (share + margin))
+        even = turn % 3 == 2
+        first = jnp.clip(jnp.where(even, middle, first), low + 1, high - 1)
+        second = jnp.maximum(jnp.clip(jnp.where(even, middle, second), low + 1, high - 1), first)
+        count_first, count_second = count(first, second)
+        up, between = count_second >= budget, count_first >= budget
+        return (
+            jnp.where(up, second, jnp.where(between, first, low)),
+            jnp.where(up, count_second, jnp.where(between, count_first, count_low)),
+            jnp.where(up, high, jnp.where(between, second, first)),
+            jnp.where(up, count_high, jnp.where(between, count_second, count_first)),
+            turn + 1,
+        )
+
+    zero = jnp.int32(0)
+    low, count_low, _, _, _ = lax.while_loop(unfinished, halve, (low, count_low, high, zero, zero))
+    return low, count_low
+
+
+def count_pair(pieces: Sequence[Array], first: Array, second: Array) -> tuple[Array, Array]:
+    """Numbers of keys of all pieces at or above two probes, in one reduction (below 2**15 keys)."""
+    packed = jnp.int32(0)
+    for keys in pieces:
+        hits = jnp.where(keys >= first, 1, 0) + jnp.where(keys >= second, 1 << 16, 0)
+        packed += jnp.sum(hits)
+    return packed & 0xFFFF, packed >> 16
+
+
+def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
+    """Exact top-``budget`` of the keys of all pieces; ties go to the earlier position.
+
+    Args:
+        pieces: int32 keys ``[n]`` each; `NOTHING` is never picked.
+        budget: K.
+
+    Returns:
+        A mask for every piece, and the number of keys picked.
+    """
+    highest, lowest, valid = jnp.int32(NOTHING), jnp.int32(LAST), jnp.int32(0)
+    for keys in pieces:
+        highest = jnp.maximum(highest, jnp.max(keys))
+        lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
+        valid += jnp.sum(jnp.where(keys > NOTHING, 1, 0))
+    threshold, reached = largest_threshold(
+        lambda first, second: count_pair(pieces, first, second), lowest, valid, highest + 1, budget
+    )
+
+    def all_reached() -> list[Array]:
+        return [keys >= threshold for keys in pieces]
+
+    def break_ties() -> list[Array]:
+        above = jnp.int32(0)
+        for keys in pieces:
+            above += jnp.sum(jnp.where(keys > threshold, 1, 0))
+        masks, seen = [], above
+        for keys in pieces:
+            tied = jnp.where(keys == threshold, 1, 0)
+            masks.append((keys > threshold) | ((tied > 0) & (seen + jnp.cumsum(tied) <= budget)))
+            seen += jnp.sum(tied)
+        return masks
+
+    masks = lax.cond(reached > budget, break_ties, all_reached)
+    return masks, jnp.minimum(reached, budget)
+
+
+def first_positions(masks: Sequence[Array]) -> list[Array]:
+    """Position of every set lane among the set lanes of all pieces."""
+    positions, offset = [], jnp.int32(0)
+    for mask in masks:
+        ones = jnp.where(mask, 1, 0)
+        positions.append(offset + jnp.cumsum(ones) - 1)
+        offset += jnp.sum(ones)
+    return positions
+
+
+def warps_for(elements: int, *, each: int, least: int = 1, most: int = 16) -> int:
+    """Warps so that a thread holds about ``each`` of ``elements``, a power of two."""
+    return min(most, max(least, round_up(-(-elements // (32 * each)))))
+
+
+def check(condition: bool, what: str) -> None:
+    """Raises NotImplementedError, on which `dispatch` tries the next implementation."""
+    if not condition:
+        raise NotImplementedError(f"the Triton kernels: {what}")
