@@ -81,7 +81,7 @@ def test_renders_as_transformers_does(template, messages, prompt):
 )
 def test_malicious_templates_are_refused(template):
     messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ChatTemplateError, match="refused|failed"):
+    with pytest.raises(ChatTemplateError, match=r"refused|failed"):
         render_chat(template, messages, {})
     assert messages == [{"role": "user", "content": "hi"}]
 
