@@ -19,7 +19,7 @@ from retopk_jax.language_model import Params
 from .decoder import TransformerDecoder
 from .errors import CheckpointError
 from .hf_checkpoint import CONFIG_FILE, read_json, read_text_files
-from .weights import ShardingRule, dotted
+from .weights import ShardingRule, check_shapes, dotted, parameter_paths
 
 PARAMS_DIRECTORY = "params"
 
@@ -63,14 +63,15 @@ class OrbaxCheckpoint:
             return jax.ShapeDtypeStruct(leaf.shape, decoder.dtype, sharding=where or here)
 
         targets = jax.tree_util.tree_map_with_path(target, decoder.abstract_params)
+        expected = {name: leaf.shape for name, leaf in parameter_paths(targets).items()}
+        found = {name: tuple(leaf.shape) for name, leaf in self._metadata.items()}
+        check_shapes(expected, found, str(self.path))
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 return checkpointer.restore(self._params_path, targets), ()
         # Orbax and TensorStore raise many kinds for damaged files.
         except Exception as error:
-            raise CheckpointError(
-                f"{self.path}: parameters are damaged or do not match {CONFIG_FILE}: {error}"
-            ) from error
+            raise CheckpointError(f"{self.path}: parameters are damaged: {error}") from error
 
     def stored_dtype(self) -> np.dtype:
         """Dtype of the parameters in the files.
@@ -78,10 +79,14 @@ class OrbaxCheckpoint:
         Raises:
             CheckpointError: the parameters cannot be read.
         """
+        return np.dtype(next(iter(self._metadata.values())).dtype)
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        """Shape and dtype of every stored array by dotted path."""
         try:
             with ocp.StandardCheckpointer() as checkpointer:
-                metadata = checkpointer.metadata(self._params_path)
-            return np.dtype(jax.tree.leaves(metadata.item_metadata.tree)[0].dtype)
+                return parameter_paths(checkpointer.metadata(self._params_path).item_metadata.tree)
         except Exception as error:
             raise CheckpointError(f"{self.path}: parameters are damaged: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ class TensorSource(Protocol):
         ...
 
 
-def parameter_paths(params: Params) -> dict[str, jax.ShapeDtypeStruct | jax.Array]:
+def parameter_paths(params: Params) -> dict[str, Any]:
     """Leaves of a parameter tree by dotted path, such as ``layers.0.mlp.up_proj.kernel``."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {dotted(path): leaf for path, leaf in leaves}
@@ -64,8 +64,17 @@ def read_params(
         CheckpointError: tensors are missing, unexpected or of another shape; all are listed, and
             nothing has been read.
     """
-    targets = parameter_paths(decoder.abstract_params)
-    notes = _account(decoder, targets, tensors.shapes, source)
+    expected = {
+        tensor_name(path): leaf.shape[::-1] if path.endswith(".kernel") else leaf.shape
+        for path, leaf in parameter_paths(decoder.abstract_params).items()
+    }
+    found = dict(tensors.shapes)
+    notes = []
+    for name in sorted(found.keys() - expected.keys()):
+        if reason := _harmless(name, decoder):
+            notes.append(f"{source}: {name} ignored; {reason}")
+            del found[name]
+    check_shapes(expected, found, source)
 
     def load(path: tuple, target: jax.ShapeDtypeStruct) -> jax.Array:
         name = dotted(path)
@@ -74,7 +83,7 @@ def read_params(
         # Waiting lets the host copy go before the next tensor is read.
         return place(tensors.read(tensor_name(name))).block_until_ready()
 
-    return jax.tree_util.tree_map_with_path(load, decoder.abstract_params), notes
+    return jax.tree_util.tree_map_with_path(load, decoder.abstract_params), tuple(notes)
 
 
 def tensor_name(path: str) -> str:
@@ -96,42 +105,37 @@ def _placing(
     return jax.jit(to_parameter, out_shardings=sharding)
 
 
-def _account(
-    decoder: TransformerDecoder,
-    targets: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
-    found: Mapping[str, tuple[int, ...]],
-    source: str,
-) -> tuple[str, ...]:
-    expected = {
-        tensor_name(path): target.shape[::-1] if path.endswith(".kernel") else target.shape
-        for path, target in targets.items()
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str
+) -> None:
+    """Checks that a checkpoint holds exactly the tensors that its config calls for.
+
+    Raises:
+        CheckpointError: names all that are missing, unexpected or of another shape.
+    """
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "of the wrong shape": [
+            f"{name} is {list(found[name])}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and found[name] != shape
+        ],
     }
-    missing = [name for name in expected if name not in found]
-    unexpected, notes = [], []
-    for name in found:
-        if name in expected:
-            continue
-        if name.endswith("rotary_emb.inv_freq"):
-            notes.append(f"{source}: {name} ignored; frequencies come from the config")
-        elif name == "lm_head.weight" and decoder.config.tied:
-            notes.append(f"{source}: {name} ignored; tie_word_embeddings is true")
-        else:
-            unexpected.append(name)
-    misshapen = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != tuple(shape)
-    ]
-    problems = [
+    listed = [
         f"{len(items)} {title}: {'; '.join(items[:_LISTED])}"
         + (f"; and {len(items) - _LISTED} more" if len(items) > _LISTED else "")
-        for title, items in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of the wrong shape", misshapen),
-        )
+        for title, items in problems.items()
         if items
     ]
-    if problems:
-        raise CheckpointError(f"{source}: tensors do not match the config. " + ". ".join(problems))
-    return tuple(notes)
+    if listed:
+        raise CheckpointError(f"{source}: tensors do not match the config. " + ". ".join(listed))
+
+
+def _harmless(name: str, decoder: TransformerDecoder) -> str | None:
+    """Why a tensor that no parameter corresponds to can be ignored, or None if it cannot."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "frequencies come from the config"
+    if name == "lm_head.weight" and decoder.config.tied:
+        return "tie_word_embeddings is true"
+    return None

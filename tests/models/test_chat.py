@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -54,7 +56,7 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("template", [CHATML, QWEN, "{{ bos_token }}  {% if 1 %}\n a{% endif %}\n"])
 def test_renders_as_transformers_does(template, messages, prompt):
-    tokens = {"bos_token": "<s>"}
+    tokens: dict[str, Any] = {"bos_token": "<s>"}
     ours = render_chat(template, messages, tokens, add_generation_prompt=prompt)
     theirs, _ = render_jinja_template(
         [messages], chat_template=template, add_generation_prompt=prompt, **tokens

@@ -1,6 +1,8 @@
 import re
+from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ F32, F16, Q8_0 = (
     gguf.GGMLQuantizationType.F16,
     gguf.GGMLQuantizationType.Q8_0,
 )
-WIDE = {"hidden_size": 64, "intermediate_size": 96}
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 """Sizes that hold whole blocks of 32 quantised values."""
 
 
@@ -41,7 +43,7 @@ def test_logits_equal_those_of_the_hugging_face_directory(tmp_path, family):
     reference = write_random(tmp_path / "hf", family, **WIDE)
     write_gguf(tmp_path / "model.gguf", reference)
     tokens = np.arange(12, dtype=np.int32)[None] * 5 % 61
-    logits = dense_logits(load_model(tmp_path / "model.gguf"), tokens)
+    logits = dense_logits(load_model(tmp_path / "model.gguf"), jnp.asarray(tokens))
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()

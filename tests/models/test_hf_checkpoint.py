@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +246,7 @@ print(tracemalloc.get_traced_memory()[1], model.parameter_bytes)
 
 def test_host_memory_stays_near_one_tensor(tmp_path):
     # Python's allocator sees the tensors as they are read, not the parameters JAX holds.
-    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
     write_random(tmp_path / "wide", **wide, shard_size="2MB")
     write_random(tmp_path / "small")
     arguments = [sys.executable, "-c", HOST_PEAK, tmp_path / "wide", tmp_path / "small"]

@@ -58,7 +58,7 @@ def test_rotation_equals_that_of_transformers(rope):
     angles = position_angles(jnp.asarray(positions, jnp.int32), rows)
     rotated = rotate(jnp.asarray(x), angles, ours.scale)
     cos, sin = theirs(torch.zeros(1), torch.tensor(positions))
-    expected, _ = apply_rotary_pos_emb(*[torch.tensor(x)] * 2, cos, sin, unsqueeze_dim=2)
+    expected, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
     # Equal frequencies round to equal angles, so even two million positions out nothing is lost.
     np.testing.assert_allclose(rotated, expected.numpy(), rtol=1e-5, atol=1e-5)
 
