@@ -1,0 +1,7 @@
+"""The benchmarks by name: each is a module here with ``main(argv: Sequence[str]) -> None``."""
+
+BENCHMARKS = {
+    "demo": "SmolLM2 answers a question about a long text with each attention method",
+    "cpu_decode": "decode steps on the CPU beside transformers, and ReTopK beside Full",
+}
+"""Module name and what it measures; imported only when it is run."""
