@@ -66,7 +66,10 @@ def append_token(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array
         slot: int32 ``[B]``; a slot outside ``0 … S − 1`` writes nothing.
     """
     rows = jnp.arange(cache.shape[0])
-    return cache.at[rows, :, slot].set(new.astype(cache.dtype), mode="drop")
+    written = cache.at[rows, :, slot].set(new.astype(cache.dtype), mode="drop")
+    # Without the barrier XLA fuses the write into the reader and again into the output, each on a
+    # copy of the whole cache (CPU, B = 1).
+    return jax.lax.optimization_barrier(written)
 
 
 def append_chunk(cache: jax.Array, new: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:

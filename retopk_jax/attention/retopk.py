@@ -130,8 +130,10 @@ class ReTopK(AttentionMethod):
         counted = step.active[:, None]
         reused = (path == REUSE) & counted
         taken = (path[..., None] == jnp.arange(3)[None, None]) & counted[..., None]  # [B, H, 3]
+        # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
+        qbar, support = jax.lax.optimization_barrier((recalled.qbar, support))
         state = ReTopKState(
-            push(cache, recalled.qbar, support, step.active),
+            push(cache, qbar, support, step.active),
             state.paths + taken.astype(jnp.int32),
             state.candidates + jnp.where(reused, scored.unique, 0),
         )

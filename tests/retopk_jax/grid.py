@@ -1,4 +1,4 @@
-"""Attention problems on a grid of small integers, whose every product and sum float32 holds exactly.
+"""Attention problems on a grid of small integers: float32 holds every product and sum exactly.
 
 D is a power of four, so the scores' scaling by D^-1/2 is exact as well: scores tie often, and two
 implementations that differ in one support differ in the method, not in a rounding.
@@ -71,7 +71,7 @@ def draw_run(
     def queries(*shape: int) -> Array:
         drawn = pool[rng.integers(len(pool), size=shape)]
         # Powers of two leave the normalised query the same to the last bit.
-        drawn = drawn * rng.choice(np.float32([0.5, 1.0, 2.0]), (*shape, 1))
+        drawn = drawn * rng.choice(np.array([0.5, 1, 2], np.float32), (*shape, 1))
         if broken:
             drawn[rng.random(shape) < 0.1] = 0.0
             for bad in (np.nan, np.inf, -np.inf):

@@ -5,6 +5,7 @@ Slots beyond a row's length hold other tokens' keys throughout, so reading one s
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ SLOTS, STEPS = 32, 7
 PATHS = (oracle.REUSE, oracle.FALLBACK, oracle.REFRESH)
 
 # name: (H, G), sizes. Every group size of the supported models once, then the sizes' corners.
-SHAPES = {
+SHAPES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "qwen2.5-7b": ((28, 4), {"budget": 8, "capacity": 6, "recall": 3, "window": 5}),
     "llama-3.1-8b": ((32, 8), {"budget": 8, "capacity": 6, "recall": 3, "window": 5}),
     "qwen2.5-14b": ((40, 8), {"budget": 8, "capacity": 6, "recall": 3, "window": 5}),
