@@ -46,7 +46,8 @@ def _update_usage(
         else:
             attended = jnp.sum(report.support >= 0, axis=(1, 2), dtype=jnp.float32)
             tokens.append(attended / heads)
-            values.append(attended * (dim * size))
+            read = attended * dim if report.value_elements is None else report.value_elements
+            values.append(read * size)
         if report.key_elements is not None:
             keys.append(report.key_elements * size)
     count = (step.index + 1).astype(jnp.float32)

@@ -45,7 +45,11 @@ class Report:
         rho_max: float32 ``[B, H]``, similarity to the most similar remembered query.
         candidates: int32 ``[B, H]``, unique candidates ranked by a reuse.
         key_elements: float32 ``[B]``, numbers of the keys, or of what stands for them while
-            ranking, that the step had to read.
+            ranking, that the step had to read: a key or a value once for all query heads that are
+            bound to read the same, so once a KV head on a scan of all keys, and once a head where
+            every head chooses for itself.
+        value_elements: float32 ``[B]``, numbers of the values it had to read; None for those of the
+            support once a head, or of all tokens once a KV head.
     """
 
     support: jax.Array | None = None
@@ -53,6 +57,7 @@ class Report:
     rho_max: jax.Array | None = None
     candidates: jax.Array | None = None
     key_elements: jax.Array | None = None
+    value_elements: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,13 @@ def every_key(keys: jax.Array, step: Step) -> jax.Array:
     return step.lengths.astype(jnp.float32) * (keys.shape[1] * keys.shape[3])
 
 
-def support_keys(keys: jax.Array, support: jax.Array) -> jax.Array:
-    """Numbers in the keys of a support ``[B, H, K]``, counted once a head; float32 ``[B]``."""
-    return jnp.sum(support >= 0, axis=(1, 2), dtype=jnp.float32) * keys.shape[3]
+def support_elements(cache: jax.Array, support: jax.Array, sharing: int = 1) -> jax.Array:
+    """Numbers in the keys, or in the values, of a support, float32 ``[B]``.
+
+    Args:
+        cache: ``[B, G, S, D]``.
+        support: int32 ``[B, H, K]``, −1 for none.
+        sharing: query heads of a KV head that are bound to have the same support.
+    """
+    tokens = jnp.sum(support >= 0, axis=(1, 2), dtype=jnp.float32)
+    return tokens * (cache.shape[3] / sharing)

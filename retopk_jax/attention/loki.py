@@ -12,7 +12,7 @@ from pallas_kernels.numerics import clean_scores
 from pallas_kernels.sparse_attend import sparse_attend
 from pallas_kernels.support_scores import support_scores
 from pallas_kernels.top_k import top_k
-from retopk_jax.attention.base import AttentionMethod, Report, Step, support_keys
+from retopk_jax.attention.base import AttentionMethod, Report, Step, support_elements
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
@@ -60,6 +60,8 @@ class Loki(AttentionMethod):
         needed = (geometry.num_layers, geometry.num_kv_heads, dim, dim)
         if self.basis.shape != needed:
             raise ConfigError(f"basis of shape {self.basis.shape}: this model needs {needed}")
+        if self.basis.dtype != jnp.float32:
+            raise ConfigError(f"basis of dtype {self.basis.dtype}: expected float32")
 
     def _projection(self, layer: int, dim: int) -> jax.Array:
         """The r leading components of a layer, float32 ``[G, D, r]``."""
@@ -110,7 +112,7 @@ class Loki(AttentionMethod):
         support, _ = top_k(clean_scores(scores, known), budget=self.budget)
         exact = support_scores(q, keys, support)
         ranked = step.lengths.astype(jnp.float32) * (groups * projection.shape[-1])
-        read = ranked + support_keys(keys, support)
+        read = ranked + support_elements(keys, support)
         return sparse_attend(values, support, exact), state, Report(support, key_elements=read)
 
     def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:

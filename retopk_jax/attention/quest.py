@@ -13,7 +13,7 @@ from pallas_kernels.numerics import clean_scores
 from pallas_kernels.sparse_attend import sparse_attend
 from pallas_kernels.support_scores import support_scores
 from pallas_kernels.top_k import top_k
-from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key, support_keys
+from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key, support_elements
 from retopk_jax.attention.checks import check_choice, check_integer
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
@@ -28,8 +28,8 @@ class PageBounds:
     """Per dimension, the smallest and largest key of every page.
 
     Attributes:
-        low: ``[B, G, P, D]``, +inf where a page holds no token.
-        high: ``[B, G, P, D]``, −inf where a page holds no token.
+        low: ``[B, G, P, D]``, 0 where a page holds no token.
+        high: ``[B, G, P, D]``, 0 where a page holds no token.
     """
 
     low: jax.Array
@@ -96,9 +96,10 @@ class Quest(AttentionMethod):
         paged = padded.reshape(batch, groups, pages, self.page_size, dim)
         token = jnp.arange(pages * self.page_size).reshape(1, 1, pages, self.page_size, 1)
         known = token < lengths[:, None, None, None, None]
+        used = known[:, :, :, 0]  # [B, 1, P, 1]
         return PageBounds(
-            jnp.min(jnp.where(known, paged, jnp.inf), axis=3),
-            jnp.max(jnp.where(known, paged, -jnp.inf), axis=3),
+            jnp.where(used, jnp.min(jnp.where(known, paged, jnp.inf), axis=3), 0),
+            jnp.where(used, jnp.max(jnp.where(known, paged, -jnp.inf), axis=3), 0),
         )
 
     def attend(
@@ -123,38 +124,49 @@ class Quest(AttentionMethod):
         scores = support_scores(q, keys, support)
         pages_known = -(-step.lengths // self.page_size)
         bound_elements = pages_known.astype(jnp.float32) * (2 * keys.shape[1] * keys.shape[3])
-        read = bound_elements + support_keys(keys, support)
+        sharing = 1 if self.select_per == "query_head" else q.shape[1] // keys.shape[1]
+        chosen = support_elements(keys, support, sharing)
         out = sparse_attend(values, support, scores)
-        return out, bounds, Report(support, key_elements=read)
+        read = bound_elements + chosen
+        return out, bounds, Report(support, key_elements=read, value_elements=chosen)
 
     def _append(self, bounds: PageBounds, keys: jax.Array, step: Step) -> PageBounds:
-        """Widens the current token's page by its key."""
+        """Widens the current token's page by its key, or opens it."""
         rows = jnp.arange(keys.shape[0])
         newest = step.lengths - 1
         key = keys[rows, :, newest]  # [B, G, D]
-        page = jnp.where(step.active, newest // self.page_size, bounds.low.shape[2])
+        page = newest // self.page_size
+        opened = (newest % self.page_size == 0)[:, None, None]
+        low = jnp.where(opened, key, jnp.minimum(bounds.low[rows, :, page], key))
+        high = jnp.where(opened, key, jnp.maximum(bounds.high[rows, :, page], key))
+        page = jnp.where(step.active, page, bounds.low.shape[2])  # dropped
         return PageBounds(
-            bounds.low.at[rows, :, page].min(key, mode="drop"),
-            bounds.high.at[rows, :, page].max(key, mode="drop"),
+            bounds.low.at[rows, :, page].set(low, mode="drop"),
+            bounds.high.at[rows, :, page].set(high, mode="drop"),
         )
 
     def page_scores(self, q: jax.Array, bounds: PageBounds) -> jax.Array:
         """Upper bounds of ``q · k`` of every page, float32 ``[B, X, P]``.
 
-        X is H, G or 1, as `select_per` says. Pages without a token score −inf or NaN.
+        X is H, G or 1, as `select_per` says. Pages without a token score 0.
         """
         batch, heads, dim = q.shape
         groups = bounds.low.shape[1]
-        grouped = q.astype(jnp.float32).reshape(batch, groups, heads // groups, dim)
+        grouped = q.reshape(batch, groups, heads // groups, dim)
         if self.select_per != "query_head":
-            grouped = jnp.mean(grouped, axis=2, keepdims=True)
+            grouped = jnp.mean(grouped.astype(jnp.float32), axis=2, keepdims=True)
 
         def dot(part: jax.Array, bound: jax.Array) -> jax.Array:
-            known = jnp.where(jnp.isfinite(bound), bound, 0).astype(jnp.float32)
-            return jnp.einsum("bgqd,bgpd->bgqp", part, known, precision=lax.Precision.HIGHEST)
+            return jnp.einsum(
+                "bgqd,bgpd->bgqp",
+                part,
+                bound.astype(part.dtype),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
 
-        total = dot(jnp.maximum(grouped, 0.0), bounds.high)
-        total = total + dot(jnp.minimum(grouped, 0.0), bounds.low)
+        total = dot(jnp.maximum(grouped, 0), bounds.high)
+        total = total + dot(jnp.minimum(grouped, 0), bounds.low)
         total = total.reshape(batch, -1, total.shape[-1])
         return jnp.sum(total, axis=1, keepdims=True) if self.select_per == "layer" else total
 

@@ -14,10 +14,12 @@ from pallas_kernels.recall import recall
 from pallas_kernels.select import select
 from pallas_kernels.sparse_attend import sparse_attend
 from retopk_jax.attention.base import AttentionMethod, PathStatistics, Report, Step
-from retopk_jax.attention.checks import check_integer, check_number
+from retopk_jax.attention.checks import check_choice, check_integer, check_number
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
 from retopk_jax.recall_cache import RecallCache, fill_from_prompt, push, recall_cache_bytes
+
+RECALL_BY = ("similarity", "recency")
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
 """Paths of a head-step."""
@@ -54,6 +56,9 @@ class ReTopK(AttentionMethod):
         tau: similarity below which a head scans all keys; above 1 always, −1 never (but for a
             query of zero or non-finite norm, or an empty cache).
         refresh: T_r, scan whenever the row's step t > 0 is a multiple of it; 0 never.
+        recall_by: which R entries are merged, those most alike in ``"similarity"`` or, as an
+            ablation, the last R by ``"recency"``. The path depends on the largest similarity to any
+            entry in either case.
     """
 
     budget: int = field(default=512, metadata={"static": True})
@@ -62,6 +67,7 @@ class ReTopK(AttentionMethod):
     window: int = field(default=32, metadata={"static": True})
     tau: float | jax.Array = 0.85
     refresh: int | jax.Array = 128
+    recall_by: str = field(default="similarity", metadata={"static": True})
 
     name: ClassVar[str] = "retopk"
 
@@ -70,6 +76,7 @@ class ReTopK(AttentionMethod):
         check_integer("capacity", self.capacity, minimum=1)
         check_integer("recall", self.recall, minimum=1)
         check_integer("window", self.window, minimum=0)
+        check_choice("recall_by", self.recall_by, RECALL_BY)
         if self.recall > self.capacity:
             raise ConfigError(
                 f"recall={self.recall}: expected at most capacity={self.capacity}, "
@@ -114,12 +121,13 @@ class ReTopK(AttentionMethod):
         cache = state.cache
         with jax.named_scope("recall"):
             recalled = recall(q, cache.queries, cache.pushed, entries=self.recall)
+            slots = recalled.slots
+            if self.recall_by == "recency":
+                slots = newest_slots(cache, slots.shape)
             path = self.choose_path(recalled.rho_max, step)  # [B, H]
             wanted = (path != REUSE) & step.active[:, None]
         with jax.named_scope("candidates"):
-            scored = candidates(
-                q, keys, cache.supports, recalled.slots, step.lengths, window=self.window
-            )
+            scored = candidates(q, keys, cache.supports, slots, step.lengths, window=self.window)
             support, scores = select(scored.ids, scored.scores, budget=self.budget)
         with jax.named_scope("scan"):
             exact, exact_scores = exact_support(q, keys, step.lengths, wanted, budget=self.budget)
@@ -170,3 +178,16 @@ class ReTopK(AttentionMethod):
             reuse, fallback, refresh, unique = (int(n) for n in counts.sum(axis=(0, 1)))
             rows.append(PathStatistics(reuse, fallback, refresh, unique, counts.tolist()))
         return rows
+
+
+def newest_slots(cache: RecallCache, shape: tuple[int, ...]) -> jax.Array:
+    """Slots of the last R entries, the newest first, −1 where fewer are filled.
+
+    Args:
+        cache: the ring.
+        shape: ``(B, H, R)`` of the result.
+    """
+    age = jnp.arange(shape[2], dtype=jnp.int32)[None]
+    pushed = cache.pushed[:, None]
+    slots = jnp.where(age < pushed, (pushed - 1 - age) % cache.capacity, -1)  # [B, R]
+    return jnp.broadcast_to(slots[:, None], shape)

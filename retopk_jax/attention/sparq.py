@@ -12,7 +12,7 @@ from pallas_kernels.numerics import clean_scores
 from pallas_kernels.sparse_attend import sparse_attend
 from pallas_kernels.support_scores import support_scores
 from pallas_kernels.top_k import top_k
-from retopk_jax.attention.base import AttentionMethod, Report, Step, support_keys
+from retopk_jax.attention.base import AttentionMethod, Report, Step, support_elements
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
@@ -44,7 +44,7 @@ class SparQ(AttentionMethod):
 
     def __post_init__(self) -> None:
         check_integer("budget", self.budget, minimum=1)
-        check_integer("local", self.local, minimum=0)
+        check_integer("local", self.local, minimum=1)
         if self.components is not None:
             check_integer("components", self.components, minimum=1)
         if self.local > self.budget:
@@ -100,33 +100,39 @@ class SparQ(AttentionMethod):
         if self.reallocate:
             taken = jnp.take_along_axis(mass, jnp.maximum(chosen, 0)[:, :, None], axis=3)
             taken = jnp.where((chosen >= 0)[:, :, None], taken, 0.0)
-            alpha = jnp.sum(taken, axis=3).reshape(batch, heads, 1)
+            alpha = jnp.where(length <= self.budget, 1.0, jnp.sum(taken, axis=3))
+            alpha = alpha.reshape(batch, heads, 1)
             mean = total / step.lengths[:, None, None].astype(jnp.float32)
             mean = jnp.repeat(mean, heads // groups, axis=1)  # [B, H, D]
             mixed = alpha * out.astype(jnp.float32) + (1.0 - alpha) * mean
             out = mixed.astype(values.dtype)
         ranked = step.lengths.astype(jnp.float32) * (groups * self._components(keys.shape[3]))
-        read = ranked + support_keys(keys, support)
-        return out, total, Report(support, key_elements=read)
+        read = support_elements(keys, support, heads // groups)
+        return out, total, Report(support, key_elements=ranked + read, value_elements=read)
 
     def approximate_mass(self, q: jax.Array, keys: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Approximate attention of every head to every token, float32 ``[B, G, g, S]``."""
+        """Approximate attention of every head to every token, float32 ``[B, G, g, S]``.
+
+        The query's other components are set to zero instead of gathering the r columns of the keys:
+        a gather copies them, ``[B, G, S, r]``, and, the keys lying token by token, has to touch
+        nearly all of them to do so.
+        """
         batch, heads, dim = q.shape
         groups, slots = keys.shape[1:3]
         r = self._components(dim)
         grouped = q.reshape(batch, groups, heads // groups, dim)
         size = jnp.abs(grouped.astype(jnp.float32))
         _, picked = lax.top_k(jnp.sum(size, axis=2), r)  # [B, G, r]
-        part = jnp.take_along_axis(grouped, picked[:, :, None], axis=3)  # [B, G, g, r]
-        share = jnp.sum(jnp.take_along_axis(size, picked[:, :, None], axis=3), axis=3)
+        component = jnp.arange(dim, dtype=picked.dtype)[None, None, None]
+        large = jnp.any(picked[..., None] == component, axis=2)[:, :, None]  # [B, G, 1, D]
+        share = jnp.sum(jnp.where(large, size, 0.0), axis=3)
         whole = jnp.sum(size, axis=3)
         share = share / jnp.where(whole > 0, whole, 1.0)
         temperature = jnp.sqrt(dim * jnp.where(share > 0, share, 1.0))  # [B, G, g]
-        columns = jnp.take_along_axis(keys, picked[:, :, None], axis=3)  # [B, G, S, r]
         logits = jnp.einsum(
-            "bgqr,bgsr->bgqs",
-            part,
-            columns,
+            "bgqd,bgsd->bgqs",
+            jnp.where(large, grouped, 0),
+            keys,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sparse_attend import sparse_attend
 from pallas_kernels.support_scores import support_scores
-from retopk_jax.attention.base import AttentionMethod, Report, Step, support_keys
+from retopk_jax.attention.base import AttentionMethod, Report, Step, support_elements
 from retopk_jax.attention.checks import check_choice, check_integer
 from retopk_jax.rotary import rotate
 
@@ -55,31 +55,36 @@ class StreamingLLM(AttentionMethod):
     ) -> tuple[jax.Array, tuple[()], Report]:
         """See `AttentionMethod.attend`."""
         lengths = step.lengths[:, None]
-        sink = jnp.arange(self.sinks, dtype=jnp.int32)[None, :]
-        recent = jnp.arange(self.recent, dtype=jnp.int32)[None, :] - self.recent + lengths
-        tokens = jnp.concatenate(
-            [
-                jnp.where(sink < lengths - self.recent, sink, -1),
-                jnp.where(recent >= 0, recent, -1),
-            ],
-            axis=1,
-        )  # [B, K]: ascending but for −1
-        tokens = jnp.sort(jnp.where(tokens < 0, jnp.iinfo(jnp.int32).max, tokens), axis=1)
-        tokens = jnp.where(tokens == jnp.iinfo(jnp.int32).max, -1, tokens)
+        evicted = jnp.maximum(lengths - self.budget, 0)  # [B, 1]
+        slot = jnp.arange(self.budget, dtype=jnp.int32)[None]
+        tokens = jnp.where(slot < self.sinks, slot, slot + evicted)
+        tokens = jnp.where(slot < lengths, tokens, -1)  # [B, K]
         support = jnp.broadcast_to(tokens[:, None], (*q.shape[:2], self.budget))
-        scores = support_scores(q, keys, support)
         if self.position_mode == "cache_relative" and self.sinks > 0:
-            if step.inverse_frequencies is None:
-                raise ValueError("step.inverse_frequencies=None: cache-relative positions need it")
-            evicted = jnp.maximum(step.lengths - self.budget, 0)  # [B]
-            angles = evicted.astype(jnp.float32)[:, None] * step.inverse_frequencies  # [B, D/2]
-            moved = rotate(jnp.moveaxis(keys[:, :, : self.sinks], 2, 1), angles[:, None])
-            moved = jnp.moveaxis(moved, 1, 2)  # [B, G, sinks, D]
-            first = jnp.where(support < self.sinks, support, -1)
-            shifted = support_scores(q, moved, first)
-            scores = jnp.where(first >= 0, shifted, scores)
-        return (
-            sparse_attend(values, support, scores),
-            (),
-            Report(support, key_elements=support_keys(keys, support)),
-        )
+            sinks = self._moved_sinks(keys, step)
+            first, last = support[..., : self.sinks], support[..., self.sinks :]
+            scores = jnp.concatenate(
+                [support_scores(q, sinks, first), support_scores(q, keys, last)], axis=-1
+            )
+        else:
+            scores = support_scores(q, keys, support)
+        read = support_elements(keys, support, q.shape[1] // keys.shape[1])
+        out = sparse_attend(values, support, scores)
+        return out, (), Report(support, key_elements=read, value_elements=read)
+
+    def _moved_sinks(self, keys: jax.Array, step: Step) -> jax.Array:
+        """Sink keys as far from the query as their slots in the cache, ``[B, G, sinks, D]``.
+
+        Moved by the query's position t and back by its slot K − 1, one after the other: the query's
+        own angles, as they were rounded in float32, cancel. The angle of the difference would be
+        rounded anew, by 0.004 radians at t = 100,000.
+        """
+        if step.inverse_frequencies is None:
+            raise ValueError("step.inverse_frequencies=None: cache-relative positions need it")
+        sinks = jnp.moveaxis(keys[:, :, : self.sinks], 2, 1)  # [B, sinks, G, D]
+        rates = step.inverse_frequencies[:, None]  # [B, 1, D/2]
+        position = (step.lengths - 1).astype(jnp.float32)[:, None, None]
+        moved = rotate(sinks.astype(jnp.float32), position * rates)
+        moved = rotate(moved, -(self.budget - 1.0) * rates).astype(keys.dtype)
+        evicting = (step.lengths > self.budget)[:, None, None, None]
+        return jnp.moveaxis(jnp.where(evicting, moved, sinks), 1, 2)

@@ -20,13 +20,13 @@ from retopk_jax.attention.base import (
     Report,
     Step,
     every_key,
-    support_keys,
+    support_elements,
 )
 from retopk_jax.attention.checks import check_integer, check_number
 from retopk_jax.language_model import Geometry
 
-HIT, MISS = 0, 1
-"""Paths of a step of a layer."""
+HIT, MISS, WHOLE = 0, 1, 2
+"""Paths of a step of a layer: selection kept, selected anew, and every token attended."""
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +129,7 @@ class TokenSelect(AttentionMethod):
         tokens = jnp.where(whole[:, None], every, self._support(chosen, step.lengths))
         support = jnp.broadcast_to(tokens[:, None], (batch, heads, self.budget))
         out = sparse_attend(values, support, support_scores(q, keys, support))
-        path = jnp.where(keep, HIT, MISS)[:, None]  # [B, 1]
+        path = jnp.where(whole, WHOLE, jnp.where(keep, HIT, MISS))[:, None]  # [B, 1]
         taken = (path == jnp.arange(3)[None]) & (step.active & ~whole)[:, None]
         new = SelectionCache(
             jnp.where(anew[:, None], query, state.query),
@@ -137,9 +137,11 @@ class TokenSelect(AttentionMethod):
             state.known | anew,
             state.paths + taken[:, None].astype(jnp.int32),
         )
-        read = support_keys(keys, support) + jnp.where(anew, every_key(keys, step), 0.0)
+        read = support_elements(keys, support, heads // keys.shape[1])
+        ranked = jnp.where(anew, every_key(keys, step), 0.0)
         paths = jnp.broadcast_to(path, (batch, heads))
-        return out, new, Report(support, paths, key_elements=read)
+        report = Report(support, paths, key_elements=ranked + read, value_elements=read)
+        return out, new, report
 
     def vote(self, q: jax.Array, keys: jax.Array, lengths: jax.Array) -> jax.Array:
         """The k tokens with most votes, int32 ``[B, k]``, ascending with −1 last."""
@@ -156,21 +158,17 @@ class TokenSelect(AttentionMethod):
         return chosen[:, 0]
 
     def _support(self, chosen: jax.Array, lengths: jax.Array) -> jax.Array:
-        """First, chosen and last tokens, int32 ``[B, K]``, ascending with −1 last."""
-        length = lengths[:, None]
-        first = jnp.arange(self.initial, dtype=jnp.int32)[None]
-        last = length - self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
-        none = jnp.iinfo(jnp.int32).max
-        tokens = jnp.concatenate(
-            [
-                jnp.where(first < length - self.local, first, none),
-                jnp.where(chosen >= 0, chosen, none),
-                jnp.where(last >= 0, last, none),
-            ],
-            axis=1,
+        """First, chosen and last tokens of more than K, int32 ``[B, K]``, ascending, −1 last."""
+        slot = jnp.arange(self.budget, dtype=jnp.int32)[None]
+        count = jnp.sum(chosen >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+        index = jnp.clip(slot - self.initial, 0, self.selected - 1)
+        middle = jnp.take_along_axis(
+            chosen, jnp.broadcast_to(index, chosen.shape[:1] + index.shape[1:]), axis=1
         )
-        tokens = jnp.sort(tokens, axis=1)
-        return jnp.where(tokens == none, -1, tokens)
+        local = slot - self.initial - count  # [B, K], from 0 where the last tokens are
+        tokens = jnp.where(slot < self.initial, slot, middle)
+        tokens = jnp.where(local >= 0, lengths[:, None] - self.local + local, tokens)
+        return jnp.where(local < self.local, tokens, -1)
 
     def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
         """Query, selection and flag of every layer."""
@@ -191,4 +189,5 @@ def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     """Cosine similarity along the last axis; 0 where a norm is zero or not finite."""
     norm = jnp.sqrt(jnp.sum(a * a, axis=-1)) * jnp.sqrt(jnp.sum(b * b, axis=-1))
     usable = jnp.isfinite(norm) & (norm > 0)
-    return jnp.where(usable, jnp.sum(a * b, axis=-1) / jnp.where(usable, norm, 1.0), 0.0)
+    cosine = jnp.where(usable, jnp.sum(a * b, axis=-1) / jnp.where(usable, norm, 1.0), 0.0)
+    return jnp.clip(cosine, -1.0, 1.0)  # rounding may have carried it beyond
