@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     enable_compilation_cache()
     try:
-        importlib.import_module(f"benchmarks.{name}").main(rest[:-1])
+        importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(rest[:-1])
     except (RetopkError, ModelError) as error:
         print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2

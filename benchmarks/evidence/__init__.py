@@ -1,0 +1,1 @@
+"""What the quality experiments share: texts, documents, methods, resuming, metrics and plots."""
