@@ -23,7 +23,7 @@ warnings.filterwarnings(
 LAST = 2**31 - 1
 """Sorts after every token."""
 NOTHING = -(2**31) + 0x7FFFFF
-"""`order_key` of −inf; every finite score has a larger key."""
+"""`order_key` of minus infinity; every finite score has a larger key."""
 
 Array = jax.Array
 Ref = Any
@@ -126,38 +126,40 @@ def largest_threshold(
     count_low: Array,
     high: Array,
     budget: int,
+    spare: int = 0,
 ) -> tuple[Array, Array]:
-    """The largest key t with at least ``budget`` keys ≥ t, or any t with exactly that many.
+    """A key t that at least ``budget`` and at most ``budget + spare`` keys reach, if there is one.
 
-    A round counts at two probes around where the budget should lie if scores were spread evenly
-    between the bounds; every third round halves the bracket instead, so that it always ends.
+    If ties leave none, the largest t that at least ``budget`` reach. A round counts at two probes
+    around where the budget should lie if scores were spread evenly between the bounds; every
+    fourth round halves the bracket of keys instead, so that it always ends.
 
     Args:
         count: numbers of keys that are at least each of two probes.
-        low: a key with at least ``budget`` keys ≥ it, or one that all keys reach.
-        count_low: number of keys ≥ ``low``.
+        low: a key that at least ``budget`` keys reach, or that all reach.
+        count_low: number of keys that reach ``low``.
         high: a key that none reaches.
         budget: K.
+        spare: how many more than K may reach t.
 
     Returns:
-        t and the number of keys ≥ t, which is below ``budget`` only if all keys together are.
+        t and the number of keys that reach it; below ``budget`` only if all keys together are.
     """
 
     def unfinished(carry: tuple[Array, ...]) -> Array:
         low, count_low, high, _, _ = carry
-        return (count_low > budget) & (low + 1 < high)
+        return (count_low > budget + spare) & (low + 1 < high)
 
-    def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def narrow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         low, count_low, high, count_high, turn = carry
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        below, above = key_score(low), key_score(high)
+        below, span = key_score(low), key_score(high) - key_score(low)
         inside = (count_low - count_high).astype(jnp.float32)
-        share = ((count_low - budget).astype(jnp.float32) + 0.5) / inside
-        margin = 0.7 * lax.rsqrt(inside)
-        span = above - below
+        share = ((count_low - budget).astype(jnp.float32) - (0.5 * spare - 0.5)) / inside
+        margin = 0.5 * lax.rsqrt(inside)
         first = order_key(below + span * (share - margin))
         second = order_key(below + span * (share + margin))
-        even = turn % 3 == 2
+        even = turn % 4 == 3
         first = jnp.clip(jnp.where(even, middle, first), low + 1, high - 1)
         second = jnp.maximum(jnp.clip(jnp.where(even, middle, second), low + 1, high - 1), first)
         count_first, count_second = count(first, second)
@@ -171,7 +173,7 @@ def largest_threshold(
         )
 
     zero = jnp.int32(0)
-    low, count_low, _, _, _ = lax.while_loop(unfinished, halve, (low, count_low, high, zero, zero))
+    low, count_low, _, _, _ = lax.while_loop(unfinished, narrow, (low, count_low, high, zero, zero))
     return low, count_low
 
 
@@ -184,12 +186,13 @@ def count_pair(pieces: Sequence[Array], first: Array, second: Array) -> tuple[Ar
     return packed & 0xFFFF, packed >> 16
 
 
-def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
+def pick(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[list[Array], Array]:
     """Exact top-``budget`` of the keys of all pieces; ties go to the earlier position.
 
     Args:
         pieces: int32 keys ``[n]`` each; `NOTHING` is never picked.
         budget: K.
+        spare: how many of the next best may be picked, too, if that ends the search sooner.
 
     Returns:
         A mask for every piece, and the number of keys picked.
@@ -200,7 +203,12 @@ def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
         lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
         valid += jnp.sum(jnp.where(keys > NOTHING, 1, 0))
     threshold, reached = largest_threshold(
-        lambda first, second: count_pair(pieces, first, second), lowest, valid, highest + 1, budget
+        lambda first, second: count_pair(pieces, first, second),
+        lowest,
+        valid,
+        highest + 1,
+        budget,
+        spare,
     )
 
     def all_reached() -> list[Array]:
@@ -217,8 +225,9 @@ def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
             seen += jnp.sum(tied)
         return masks
 
-    masks = lax.cond(reached > budget, break_ties, all_reached)
-    return masks, jnp.minimum(reached, budget)
+    crowded = reached > budget + spare
+    masks = lax.cond(crowded, break_ties, all_reached)
+    return masks, jnp.where(crowded, budget, reached)
 
 
 def first_positions(masks: Sequence[Array]) -> list[Array]:

@@ -1,9 +1,12 @@
 """Candidates as a Triton kernel: repeats are found before their keys are read.
 
-A program takes a block of one recalled support. A binary search of every token in the other
+A program takes blocks of one recalled support. A binary search of every token in the other
 recalled supports gives its rank in their merged order and says whether an earlier one has it too;
 only the remaining keys are read. Scores are written at the ranks, so that slots ascend by token.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +26,30 @@ from pallas_kernels.triton_lib import (
     store_at,
 )
 
+WARPS = 4
+_BLOCK = 32 * WARPS
+"""Candidates that a program handles at a time: one a thread."""
 
-def block_rows(dim: int, itemsize: int) -> int:
-    """Keys that a program of 4 warps holds."""
-    return max(16, min(64, 16384 // (round_up(dim) * itemsize)))
+
+class Split(NamedTuple):
+    """How the candidates of a head are split over programs.
+
+    Attributes:
+        blocks: blocks of `_BLOCK` candidates that a program takes.
+        of_support: programs that share a support.
+        total: programs of a head, those of the window last.
+    """
+
+    blocks: int
+    of_support: int
+    total: int
 
 
-def score_programs(budget: int, entries: int, window: int, block: int) -> int:
-    """Programs of one head."""
-    return entries * -(-budget // block) + -(-window // block)
+def split_candidates(rows: int, budget: int, entries: int, window: int) -> Split:
+    """Few blocks a program while the GPU has room, more once the heads fill it."""
+    blocks = max(1, min(-(-budget // _BLOCK), rows // 64))
+    of_support = -(-budget // (_BLOCK * blocks))
+    return Split(blocks, of_support, entries * of_support + -(-window // (_BLOCK * blocks)))
 
 
 def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[Array, Array]:
@@ -56,82 +74,95 @@ def _score_keys(
 ) -> Array:
     """Scores of one block of keys; those not wanted are not read."""
     dim = q_ref.shape[1]
-    d = lax.iota(jnp.int32, round_up(dim))
-    q = load_at(q_ref, row, d, mask=d < dim, other=0.0).astype(jnp.float32)
-    keys = load_at(
-        keys_ref,
-        group,
-        jnp.maximum(tokens, 0)[:, None],
-        d[None, :],
-        mask=wanted[:, None] & (d < dim)[None, :],
-        other=0.0,
-    )
-    dots = jnp.sum(keys.astype(jnp.float32) * q[None, :], axis=1)
+    width = min(round_up(dim), 256 // keys_ref.dtype.itemsize)
+    dots = jnp.zeros(tokens.shape, jnp.float32)
+    for start in range(0, dim, width):
+        d = start + lax.iota(jnp.int32, width)
+        q = load_at(q_ref, row, d, mask=d < dim, other=0.0).astype(jnp.float32)
+        keys = load_at(
+            keys_ref,
+            group,
+            jnp.maximum(tokens, 0)[:, None],
+            d[None, :],
+            mask=wanted[:, None] & (d < dim)[None, :],
+            other=0.0,
+        )
+        dots += jnp.sum(keys.astype(jnp.float32) * q[None, :], axis=1)
     return finite_scores(dots, dim**-0.5, wanted)
 
 
-def score_block(
+def _choose(index: Array, options: Sequence[Array]) -> Array:
+    chosen = options[0]
+    for i, option in enumerate(options[1:], 1):
+        chosen = jnp.where(index == i, option, chosen)
+    return chosen
+
+
+def score_candidates(
     q_ref: Ref,  # [BH, D]
     keys_ref: Ref,  # [BG, S, D]
     supports_ref: Ref,  # [BH, C, K]
-    slots_ref: Ref,  # [BH, R]
     ids_ref: Ref,  # [BH, N]
     scores_ref: Ref,  # [BH, N]
     row: Array,
     program: Array,
+    slots: Sequence[Array],
     length: Array,
     *,
-    block: int,
+    split: Split,
     window: int,
 ) -> None:
-    """Program number ``program`` of head ``row``: a block of a support, or of the window."""
+    """Program number ``program`` of head ``row``: a part of a support, or of the window."""
     heads, _, budget = supports_ref.shape
-    entries = slots_ref.shape[1]
+    entries = len(slots)
     group = row // (heads // keys_ref.shape[0])
-    parts = -(-budget // block)
-    lane = lax.iota(jnp.int32, block)
+    lane = lax.iota(jnp.int32, _BLOCK)
     start = length - window
 
-    @pl.when(program < entries * parts)
-    def _() -> None:
-        mine = program // parts
-        position = (program % parts) * block + lane
+    def from_support(i: Array, carry: Array) -> Array:
+        mine = program // split.of_support
+        first = (program % split.of_support) * split.blocks + i
+        position = first * _BLOCK + lane
         inside = position < budget
-        slots = [slots_ref[row, r] for r in range(entries)]
-        slot = slots[0]
-        for r in range(1, entries):
-            slot = jnp.where(mine == r, slots[r], slot)
+        slot = _choose(mine, slots)
         token = load_at(
             supports_ref, row, jnp.maximum(slot, 0), position, mask=inside & (slot >= 0), other=-1
         )
         token = jnp.where(token < 0, LAST, token)
-        drop = token >= start
+        drop = (token >= start) | ~inside
         rank = position
         for r in range(1, entries):
             other = mine + r
             other = jnp.where(other >= entries, other - entries, other)
-            their_slot = slots[0]
-            for o in range(1, entries):
-                their_slot = jnp.where(other == o, slots[o], their_slot)
-            below, found = _search(supports_ref, row, their_slot, token)
+            below, found = _search(supports_ref, row, _choose(other, slots), token)
             earlier = other < mine
             drop |= earlier & found
-            full = jnp.where(found, 1, 0) + below
-            rank += jnp.where(earlier, jnp.where(token == LAST, budget, full), below)
-        drop |= ~inside
-        scores = _score_keys(q_ref, keys_ref, row, group, jnp.where(drop, -1, token), ~drop)
-        store_at(ids_ref, jnp.where(drop, -1, token), row, rank, mask=inside)
+            through = jnp.where(token == LAST, budget, below + jnp.where(found, 1, 0))
+            rank += jnp.where(earlier, through, below)
+        token = jnp.where(drop, -1, token)
+        scores = _score_keys(q_ref, keys_ref, row, group, token, ~drop)
+        store_at(ids_ref, token, row, rank, mask=inside)
         store_at(scores_ref, scores, row, rank, mask=inside)
+        return carry
 
-    @pl.when(program >= entries * parts)
-    def _() -> None:
-        position = (program - entries * parts) * block + lane
-        token = start + position
-        wanted = (position < window) & (token >= 0)
+    def from_window(i: Array, carry: Array) -> Array:
+        first = (program - entries * split.of_support) * split.blocks + i
+        position = first * _BLOCK + lane
+        inside = position < window
+        wanted = inside & (start + position >= 0)
+        token = jnp.where(wanted, start + position, -1)
         scores = _score_keys(q_ref, keys_ref, row, group, token, wanted)
-        place = entries * budget + position
-        store_at(ids_ref, jnp.where(wanted, token, -1), row, place, mask=position < window)
-        store_at(scores_ref, scores, row, place, mask=position < window)
+        store_at(ids_ref, token, row, entries * budget + position, mask=inside)
+        store_at(scores_ref, scores, row, entries * budget + position, mask=inside)
+        return carry
+
+    @pl.when(program < entries * split.of_support)
+    def _() -> None:
+        lax.fori_loop(0, split.blocks, from_support, jnp.int32(0))
+
+    @pl.when(program >= entries * split.of_support)
+    def _() -> None:
+        lax.fori_loop(0, split.blocks, from_window, jnp.int32(0))
 
 
 def check_candidates(dim: int, entries: int, budget: int, window: int) -> None:
@@ -157,7 +188,7 @@ def candidates(
     entries = slots.shape[2]
     check_candidates(dim, entries, budget, window)
     rows, total = batch * heads, entries * budget + window
-    block = block_rows(dim, keys.dtype.itemsize)
+    split = split_candidates(rows, budget, entries, window)
 
     def kernel(
         q_ref: Ref,  # [BH, D]
@@ -169,31 +200,30 @@ def candidates(
         scores_ref: Ref,  # [BH, N]
     ) -> None:
         row = pl.program_id(0)
-        score_block(
+        score_candidates(
             q_ref,
             keys_ref,
             supports_ref,
-            slots_ref,
             ids_ref,
             scores_ref,
             row,
             pl.program_id(1),
+            [slots_ref[row, r] for r in range(entries)],
             lengths_ref[row // heads],
-            block=block,
+            split=split,
             window=window,
         )
 
-    run = call(
+    ids, scores = call(
         kernel,
         name="candidates",
-        grid=(rows, score_programs(budget, entries, window, block)),
+        grid=(rows, split.total),
         outputs=[
             jax.ShapeDtypeStruct((rows, total), jnp.int32),
             jax.ShapeDtypeStruct((rows, total), jnp.float32),
         ],
-        warps=4,
-    )
-    ids, scores = run(
+        warps=WARPS,
+    )(
         q.reshape(rows, dim),
         keys.reshape(batch * groups, stored, dim),
         supports.reshape(rows, capacity, budget),

@@ -10,6 +10,8 @@ scores is a certified lower bound of the K-th score; only K blocks are read agai
 that reach the bound are few, and an exact selection among those is cheap. Nothing is sorted.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +40,7 @@ from pallas_kernels.triton_lib import (
 
 _MOST_BLOCKS = 8192
 _CHUNK = 2048
+_FILTERED = 8192
 
 
 def block_tokens(stored: int) -> int:
@@ -45,15 +48,43 @@ def block_tokens(stored: int) -> int:
     return max(8, round_up(-(-stored // _MOST_BLOCKS)))
 
 
-def tile_tokens(dim: int, itemsize: int, stored: int) -> int:
-    """Keys that a program multiplies at a time."""
-    held = 32768 // (round_up(dim) * itemsize)
-    return max(block_tokens(stored), min(128, max(16, held)))
+def spare_blocks(budget: int) -> int:
+    """How many more than K blocks a selection may read again, to end its search sooner."""
+    return max(1, budget // 8)
 
 
-def tiles_each(groups: int, stored: int, tile: int) -> int:
-    """Tiles of a program: enough programs to fill a GPU several times."""
-    return max(1, min(16, groups * stored // (tile * 1024)))
+class Scan(NamedTuple):
+    """How a scan is split over programs.
+
+    Attributes:
+        tile: keys that a program multiplies at a time.
+        tiles: tiles of a program.
+        programs: programs of a key-value head.
+        warps: of a program.
+        stages: of the pipeline that loads tiles.
+    """
+
+    tile: int
+    tiles: int
+    programs: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, groups: int, each: int, stored: int, dim: int, dtype: jnp.dtype) -> "Scan":
+        """Enough programs to fill a GPU several times, if the keys are enough.
+
+        Args:
+            groups: key-value heads of all rows.
+            each: queries of a key-value head.
+            stored: S.
+            dim: D.
+            dtype: of the keys.
+        """
+        held = 32768 // (round_up(dim) * dtype.itemsize)
+        tile = max(block_tokens(stored), min(128, max(16, held)))
+        tiles = max(1, min(16, groups * stored // (tile * 1024)))
+        return cls(tile, tiles, -(-stored // (tile * tiles)), 4 if each <= 16 else 8, 3)
 
 
 def scan_keys(
@@ -64,12 +95,11 @@ def scan_keys(
     highest_ref: Ref,  # [BH, S / block]
     group: Array,
     program: Array,
-    *,
-    tile: int,
-    tiles: int,
+    split: Scan,
 ) -> None:
-    """Scores of ``tiles`` tiles for the queries of one key-value head, each up to its length."""
+    """Scores of a program's tiles for the queries of one key-value head, each up to its length."""
     dim = q_ref.shape[1]
+    tile, tiles = split.tile, split.tiles
     groups, stored, _ = keys_ref.shape
     block = block_tokens(stored)
     each = q_ref.shape[0] // groups
@@ -136,7 +166,7 @@ def scan_keys(
 def select_blocks(
     all_scores_ref: Ref,  # [BH, S]
     highest_ref: Ref,  # [BH, S / block]
-    blocks_ref: Ref,  # [BH, K] scratch
+    blocks_ref: Ref,  # [BH, K + spare] scratch
     tokens_ref: Ref,  # [BH, M] scratch
     keys_ref: Ref,  # [BH, M] scratch
     support_ref: Ref,  # [BH, K]
@@ -154,21 +184,22 @@ def select_blocks(
         highest_ref, row, lane, mask=lane < (length + (block - 1)) // block, other=-float("inf")
     )
     highest = order_key(highest)
-    (chosen,), found = pick([highest], budget)
+    (chosen,), found = pick([highest], budget, spare_blocks(budget))
     bound = jnp.min(jnp.where(chosen, highest, LAST))
     bound = jnp.where(found < budget, NOTHING + 1, bound)
-    place = jnp.where(chosen, jnp.cumsum(jnp.where(chosen, 1, 0)) - 1, budget + lane)
+    place = jnp.where(chosen, jnp.cumsum(jnp.where(chosen, 1, 0)) - 1, LAST)
     store_at(blocks_ref, lane, row, place, mask=chosen)
     barrier()
 
-    chunk = max(block, min(4096, round_up(budget * block)))
+    chunk = max(block, min(_FILTERED, round_up(budget * block)))
     lane = lax.iota(jnp.int32, chunk)
 
     def keep(i: Array, kept: Array) -> Array:
         position = i * chunk + lane
-        mine = load_at(blocks_ref, row, position // block, mask=position < found * block, other=0)
-        token = mine * block + position % block
-        inside = (position < found * block) & (token < length)
+        inside = position < found * block
+        token = load_at(blocks_ref, row, position // block, mask=inside, other=0) * block
+        token += position % block
+        inside &= token < length
         score = load_at(all_scores_ref, row, token, mask=inside, other=-float("inf"))
         key = order_key(score)
         reach = key >= bound
@@ -246,9 +277,10 @@ def scan_outputs(rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
 def select_scratch(rows: int, stored: int, budget: int) -> list[jax.ShapeDtypeStruct]:
     """What `select_blocks` works in."""
     block = block_tokens(stored)
-    most = min(budget * block, -(-stored // block) * block)
+    blocks = budget + spare_blocks(budget)
+    most = min(blocks, -(-stored // block)) * block
     return [
-        jax.ShapeDtypeStruct((rows, budget), jnp.int32),
+        jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
         jax.ShapeDtypeStruct((rows, most), jnp.int32),
         jax.ShapeDtypeStruct((rows, most), jnp.int32),
     ]
@@ -259,11 +291,6 @@ def check_scan(dim: int, each: int, stored: int) -> None:
     check(dim <= 256, "up to 256 dimensions")
     check(each <= 64, "up to 64 queries a key-value head")
     check(block_tokens(stored) <= 128, "up to 1,048,576 stored tokens")
-
-
-def scan_warps(each: int) -> int:
-    """Warps of a program of the scan."""
-    return 4 if each <= 16 else 8
 
 
 SELECT_WARPS = 8
@@ -286,8 +313,7 @@ def exact_rows(
     rows, dim = q.shape
     groups, stored, _ = keys.shape
     check_scan(dim, rows // groups, stored)
-    tile = tile_tokens(dim, keys.dtype.itemsize, stored)
-    tiles = tiles_each(groups, stored, tile)
+    split = Scan.of(groups, rows // groups, stored, dim, keys.dtype)
 
     def scan(
         q_ref: Ref,  # [BH, D]
@@ -304,8 +330,7 @@ def exact_rows(
             highest_ref,
             pl.program_id(0),
             pl.program_id(1),
-            tile=tile,
-            tiles=tiles,
+            split,
         )
 
     def select(
@@ -314,7 +339,7 @@ def exact_rows(
         lengths_ref: Ref,  # [BH]
         support_ref: Ref,  # [BH, K]
         scores_ref: Ref,  # [BH, K]
-        blocks_ref: Ref,  # [BH, K] scratch
+        blocks_ref: Ref,  # [BH, K + spare] scratch
         tokens_ref: Ref,  # [BH, M] scratch
         candidate_keys_ref: Ref,  # [BH, M] scratch
     ) -> None:
@@ -342,10 +367,10 @@ def exact_rows(
     scores, highest = call(
         scan,
         name="exact_scan",
-        grid=(groups, -(-stored // (tile * tiles))),
+        grid=(groups, split.programs),
         outputs=scan_outputs(rows, stored),
-        warps=scan_warps(rows // groups),
-        stages=3,
+        warps=split.warps,
+        stages=split.stages,
     )(q, keys, lengths)
     support, kept, *_ = call(
         select,

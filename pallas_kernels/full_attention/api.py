@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.full_attention import reference
+from pallas_kernels.full_attention import cudnn, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.full_attention}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {
+    "reference": reference.full_attention,
+    "triton": triton.full_attention,
+    "cudnn": cudnn.full_attention,
+}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def full_attention(

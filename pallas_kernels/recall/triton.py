@@ -41,18 +41,24 @@ def match_ring(
     d = lax.iota(jnp.int32, round_up(dim))
     c = lax.iota(jnp.int32, round_up(capacity))
     q = load_at(q_ref, row, d, mask=d < dim, other=0.0).astype(jnp.float32)
-    ring = load_at(
-        queries_ref,
-        row,
-        c[:, None],
-        d[None, :],
-        mask=(c < capacity)[:, None] & (d < dim)[None, :],
-        other=0.0,
-    )
     norm = jnp.sqrt(jnp.sum(q * q))
     usable = (norm > 0.0) & (norm < float("inf"))
-    qbar = jnp.where(usable, q / jnp.where(usable, norm, 1.0), 0.0)
-    rho = jnp.sum(ring.astype(jnp.float32) * qbar[None, :], axis=1)  # [Cp]
+    divisor = jnp.where(usable, norm, 1.0)
+    qbar = jnp.where(usable, q / divisor, 0.0)
+    width = min(round_up(dim), max(16, 16384 // round_up(capacity)))
+    rho = jnp.zeros(c.shape, jnp.float32)
+    for start in range(0, dim, width):
+        d = start + lax.iota(jnp.int32, width)
+        part = load_at(q_ref, row, d, mask=d < dim, other=0.0).astype(jnp.float32) / divisor
+        ring = load_at(
+            queries_ref,
+            row,
+            c[:, None],
+            d[None, :],
+            mask=(c < capacity)[:, None] & (d < dim)[None, :],
+            other=0.0,
+        )
+        rho += jnp.sum(ring.astype(jnp.float32) * part[None, :], axis=1)
     newest = (pushed + capacity - 1) % capacity
     age = newest - c
     age = jnp.where(age < 0, age + capacity, age)

@@ -39,7 +39,8 @@ def retopk_step(
         lengths: int32 ``[B]``, valid tokens L, the current one included.
         refresh_due: bool ``[B]``, rows whose heads all scan.
         active: bool ``[B]``; of other rows nothing is remembered or counted.
-        tau: similarity from which on a head reuses.
+        tau: similarity from which on a head reuses; of all heads, or anything that broadcasts to
+            ``[B, H]``.
         entries: R, entries to recall, at most C.
         window: W, most recent tokens that are always candidates.
         implementation: name of one, or None for the platform's best.
@@ -61,7 +62,7 @@ def retopk_step(
     chex.assert_shape(remembered.paths, (batch, heads, 3))
     chex.assert_shape(remembered.candidates, (batch, heads))
     chex.assert_type([lengths, refresh_due, active], [jnp.int32, jnp.bool_, jnp.bool_])
-    tau = jnp.asarray(tau, jnp.float32)
+    tau = jnp.broadcast_to(jnp.asarray(tau, jnp.float32), (batch, heads))
     run = dispatch("retopk_step", _IMPLEMENTATIONS, implementation, _PREFERENCE)
     return run(
         q,

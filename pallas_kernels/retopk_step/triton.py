@@ -1,10 +1,12 @@
 """The ReTopK step as three Triton kernels.
 
-1. ``plan``, a program a head: recall, the path, the counters, and the push of the query.
-2. ``rank``: programs of heads that reuse score a block of candidates, programs of key-value heads
-   with a head that does not scan a stretch of keys; the others end at once.
-3. ``finish``, a few programs a head: selection by the head's path, output, and the push of the
-   support.
+1. ``recall``: every program of a head compares the query with the ring and so knows the path; if
+   the head reuses, the program scores its part of the candidates.
+2. ``reuse``: programs of heads that reuse select, attend and push; programs of key-value heads
+   with a head that does not reuse scan a stretch of keys.
+3. ``scanned``: heads that scanned select, attend and push.
+
+Programs that are not needed end at once; the host decides nothing.
 """
 
 import jax
@@ -13,21 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.triton import (
-    block_rows,
+    WARPS,
     check_candidates,
-    score_block,
-    score_programs,
+    score_candidates,
+    split_candidates,
 )
 from pallas_kernels.exact_support.triton import (
+    SELECT_WARPS,
+    Scan,
     check_scan,
     scan_keys,
     scan_outputs,
     select_blocks,
     select_scratch,
-    tile_tokens,
-    tiles_each,
 )
-from pallas_kernels.recall.triton import match_ring, ring_warps
+from pallas_kernels.recall.triton import match_ring
 from pallas_kernels.retopk_step.types import (
     FALLBACK,
     REFRESH,
@@ -37,7 +39,28 @@ from pallas_kernels.retopk_step.types import (
 )
 from pallas_kernels.select.triton import pad_support, select_slots
 from pallas_kernels.sparse_attend.triton import attend_support, splits
-from pallas_kernels.triton_lib import Ref, barrier, call, check, load_at, round_up, store_at
+from pallas_kernels.triton_lib import (
+    Array,
+    Ref,
+    barrier,
+    call,
+    check,
+    load_at,
+    round_up,
+    store_at,
+)
+
+
+def _push_support(
+    support_ref: Ref,  # [BH, K]
+    supports_ref: Ref,  # [BH, C, K]
+    row: Array,
+    pushed: Array,
+) -> None:
+    capacity, budget = supports_ref.shape[1:]
+    k = lax.iota(jnp.int32, round_up(budget))
+    support = load_at(support_ref, row, k, mask=k < budget, other=-1)
+    store_at(supports_ref, support, row, pushed % capacity, k, mask=k < budget)
 
 
 def retopk_step(
@@ -64,96 +87,124 @@ def retopk_step(
     check_candidates(dim, entries, budget, window)
     rows, scans = batch * heads, batch * groups
     slots_total = entries * budget + window
+    split_scores = split_candidates(rows, budget, entries, window)
 
-    def plan(
+    def recall(
         q_ref: Ref,  # [BH, D]
-        tau_ref: Ref,  # [1]
+        keys_ref: Ref,  # [BG, S, D]
+        queries_ref: Ref,  # [BH, C, D]
+        supports_ref: Ref,  # [BH, C, K]
+        tau_ref: Ref,  # [BH]
         lengths_ref: Ref,  # [B]
         due_ref: Ref,  # [B]
         active_ref: Ref,  # [B]
         pushed_ref: Ref,  # [B]
-        queries_ref: Ref,  # [BH, C, D]
-        paths_ref: Ref,  # [BH, 3]
-        new_queries_ref: Ref,  # [BH, C, D] aliased
-        new_paths_ref: Ref,  # [BH, 3] aliased
-        new_pushed_ref: Ref,  # [B]
-        slots_ref: Ref,  # [BH, R]
+        ids_ref: Ref,  # [BH, N]
+        scores_ref: Ref,  # [BH, N]
+        qbar_ref: Ref,  # [BH, D]
         rho_ref: Ref,  # [BH]
         path_ref: Ref,  # [BH]
         reuse_length_ref: Ref,  # [BH]: L of a head that reuses, else 0
         scan_length_ref: Ref,  # [BH]: L of a head that scans, else 0
+        new_pushed_ref: Ref,  # [B]
     ) -> None:
-        row = pl.program_id(0)
+        row, program = pl.program_id(0), pl.program_id(1)
         b = row // heads
-        pushed, running = pushed_ref[b], active_ref[b]
-        found = match_ring(q_ref, queries_ref, row, pushed, entries=entries)
-        similar = (found.rho_max >= tau_ref[0]) & (found.rho_max > -float("inf"))
-        path = jnp.where(due_ref[b], REFRESH, jnp.where(similar, REUSE, FALLBACK))
-        for r, slot in enumerate(found.slots):
-            slots_ref[row, r] = slot
+        pushed, running = pushed_ref[b], active_ref[b] > 0
         length = jnp.where(running, lengths_ref[b], 0)
-        rho_ref[row] = found.rho_max
-        path_ref[row] = path
-        reuse_length_ref[row] = jnp.where(path == REUSE, length, 0)
-        scan_length_ref[row] = jnp.where(path == REUSE, 0, length)
-        new_pushed_ref[b] = pushed + jnp.where(running, 1, 0)
+        found = match_ring(q_ref, queries_ref, row, pushed, entries=entries)
+        similar = (found.rho_max >= tau_ref[row]) & (found.rho_max > -float("inf"))
+        path = FALLBACK - similar.astype(jnp.int32)  # REUSE if similar
+        path = jnp.where(due_ref[b] > 0, REFRESH, path)
 
-        @pl.when(running)
+        @pl.when((path == REUSE) & running)
         def _() -> None:
-            new_paths_ref[row, path] = paths_ref[row, path] + 1
-            barrier()
+            score_candidates(
+                q_ref,
+                keys_ref,
+                supports_ref,
+                ids_ref,
+                scores_ref,
+                row,
+                program,
+                found.slots,
+                length,
+                split=split_scores,
+                window=window,
+            )
+
+        @pl.when(program == 0)
+        def _() -> None:
             d = lax.iota(jnp.int32, round_up(dim))
-            qbar = found.qbar.astype(new_queries_ref.dtype)
-            store_at(new_queries_ref, qbar, row, pushed % capacity, d, mask=d < dim)
+            store_at(qbar_ref, found.qbar.astype(qbar_ref.dtype), row, d, mask=d < dim)
+            rho_ref[row] = found.rho_max
+            path_ref[row] = path
+            reuse_length_ref[row] = jnp.where(path == REUSE, length, 0)
+            scan_length_ref[row] = jnp.where(path == REUSE, 0, length)
+            new_pushed_ref[b] = pushed + running.astype(jnp.int32)
 
     flat_q = q.reshape(rows, dim)
     flat_keys = keys.reshape(scans, stored, dim)
-    queries, paths, pushed, slots, rho_max, path, reuse_lengths, scan_lengths = call(
-        plan,
-        name="retopk_plan",
-        grid=(rows,),
+    flat_values = values.reshape(scans, stored, dim)
+    flat_queries = remembered.queries.reshape(rows, capacity, dim)
+    flat_supports = remembered.supports.reshape(rows, capacity, budget)
+    ids, candidate_scores, qbar, rho_max, path, reuse_lengths, scan_lengths, pushed = call(
+        recall,
+        name="retopk_recall",
+        grid=(rows, split_scores.total),
         outputs=[
-            jax.ShapeDtypeStruct((rows, capacity, dim), remembered.queries.dtype),
-            jax.ShapeDtypeStruct((rows, 3), jnp.int32),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
-            jax.ShapeDtypeStruct((rows, entries), jnp.int32),
+            jax.ShapeDtypeStruct((rows, slots_total), jnp.int32),
+            jax.ShapeDtypeStruct((rows, slots_total), jnp.float32),
+            jax.ShapeDtypeStruct((rows, dim), remembered.queries.dtype),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
             *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3,
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
         ],
-        warps=ring_warps(capacity, dim),
-        aliases={6: 0, 7: 1},
+        warps=WARPS,
     )(
         flat_q,
-        tau.reshape(1),
+        flat_keys,
+        flat_queries,
+        flat_supports,
+        tau.reshape(rows),
         lengths,
-        refresh_due,
-        active,
+        refresh_due.astype(jnp.int32),
+        active.astype(jnp.int32),
         remembered.pushed,
-        remembered.queries.reshape(rows, capacity, dim),
-        remembered.paths.reshape(rows, 3),
     )
 
-    block = block_rows(dim, keys.dtype.itemsize)
-    scoring = score_programs(budget, entries, window, block)
-    tile = tile_tokens(dim, keys.dtype.itemsize, stored)
-    tiles = tiles_each(scans, stored, tile)
-    stretches = -(-stored // (tile * tiles))
+    scan = Scan.of(scans, each, stored, dim, keys.dtype)
+    pieces = splits(rows, dim)
 
-    def rank(
+    def reuse(
         q_ref: Ref,  # [BH, D]
         keys_ref: Ref,  # [BG, S, D]
-        supports_ref: Ref,  # [BH, C, K]
-        slots_ref: Ref,  # [BH, R]
-        reuse_length_ref: Ref,  # [BH]
-        scan_length_ref: Ref,  # [BH]
+        values_ref: Ref,  # [BG, S, D]
         ids_ref: Ref,  # [BH, N]
         candidate_scores_ref: Ref,  # [BH, N]
+        qbar_ref: Ref,  # [BH, D]
+        path_ref: Ref,  # [BH]
+        reuse_length_ref: Ref,  # [BH]
+        scan_length_ref: Ref,  # [BH]
+        pushed_ref: Ref,  # [B]
+        queries_ref: Ref,  # [BH, C, D]
+        supports_ref: Ref,  # [BH, C, K]
+        paths_ref: Ref,  # [BH, 3]
+        total_ref: Ref,  # [BH]
+        new_queries_ref: Ref,  # [BH, C, D] aliased
+        new_supports_ref: Ref,  # [BH, C, K] aliased
+        new_paths_ref: Ref,  # [BH, 3] aliased
+        new_total_ref: Ref,  # [BH] aliased
+        out_ref: Ref,  # [BH, D]
+        support_ref: Ref,  # [BH, K]
+        unique_ref: Ref,  # [BH]
         all_scores_ref: Ref,  # [BH, S]
         highest_ref: Ref,  # [BH, S / block]
+        scores_ref: Ref,  # [BH, K] scratch
     ) -> None:
         program = pl.program_id(0)
 
-        @pl.when(program < scans * stretches)
+        @pl.when(program < scans * scan.programs)
         def _() -> None:
             scan_keys(
                 q_ref,
@@ -161,86 +212,109 @@ def retopk_step(
                 scan_length_ref,
                 all_scores_ref,
                 highest_ref,
-                program // stretches,
-                program % stretches,
-                tile=tile,
-                tiles=tiles,
+                program // scan.programs,
+                program % scan.programs,
+                scan,
             )
 
-        @pl.when(program >= scans * stretches)
+        @pl.when(program >= scans * scan.programs)
         def _() -> None:
-            number = program - scans * stretches
-            row = number // scoring
-            length = reuse_length_ref[row]
+            number = program - scans * scan.programs
+            row, split = number // pieces, number % pieces
+            pushed = pushed_ref[row // heads]
+            reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
 
-            @pl.when(length > 0)
+            @pl.when(reuse_length > 0)
             def _() -> None:
-                score_block(
-                    q_ref,
-                    keys_ref,
-                    supports_ref,
-                    slots_ref,
-                    ids_ref,
-                    candidate_scores_ref,
-                    row,
-                    number % scoring,
-                    length,
-                    block=block,
-                    window=window,
+                unique = select_slots(
+                    ids_ref, candidate_scores_ref, support_ref, scores_ref, row, tail=window
+                )
+                barrier()
+                attend_support(
+                    support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces
                 )
 
-    flat_supports = remembered.supports.reshape(rows, capacity, budget)
-    ids, candidate_scores, all_scores, highest = call(
-        rank,
-        name="retopk_rank",
-        grid=(scans * stretches + rows * scoring,),
+                @pl.when(split == 0)
+                def _() -> None:
+                    unique_ref[row] = unique
+                    new_total_ref[row] = total_ref[row] + unique
+                    _push_support(support_ref, new_supports_ref, row, pushed)
+
+            @pl.when((reuse_length <= 0) & (split == 0))
+            def _() -> None:
+                unique_ref[row] = 0
+
+            @pl.when((reuse_length + scan_length > 0) & (split == 0))
+            def _() -> None:
+                d = lax.iota(jnp.int32, round_up(dim))
+                qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
+                store_at(new_queries_ref, qbar, row, pushed % capacity, d, mask=d < dim)
+                path = path_ref[row]
+                new_paths_ref[row, path] = paths_ref[row, path] + 1
+
+            @pl.when((reuse_length + scan_length <= 0) & (split == 0))
+            def _() -> None:
+                pad_support(support_ref, scores_ref, row, jnp.int32(0))
+                d = lax.iota(jnp.int32, round_up(dim))
+                zeros = jnp.zeros(d.shape, out_ref.dtype)
+                store_at(out_ref, zeros, row, d, mask=d < dim)
+
+    queries, supports, paths, total, out, support, unique, all_scores, highest, _ = call(
+        reuse,
+        name="retopk_reuse",
+        grid=(scans * scan.programs + rows * pieces,),
         outputs=[
-            jax.ShapeDtypeStruct((rows, slots_total), jnp.int32),
-            jax.ShapeDtypeStruct((rows, slots_total), jnp.float32),
+            jax.ShapeDtypeStruct(flat_queries.shape, flat_queries.dtype),
+            jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
+            jax.ShapeDtypeStruct((rows, 3), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            jax.ShapeDtypeStruct((rows, dim), values.dtype),
+            jax.ShapeDtypeStruct((rows, budget), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
             *scan_outputs(rows, stored),
+            jax.ShapeDtypeStruct((rows, budget), jnp.float32),
         ],
-        warps=4,
-        stages=3,
-    )(flat_q, flat_keys, flat_supports, slots, reuse_lengths, scan_lengths)
+        warps=scan.warps,
+        stages=scan.stages,
+        aliases={10: 0, 11: 1, 12: 2, 13: 3},
+    )(
+        flat_q,
+        flat_keys,
+        flat_values,
+        ids,
+        candidate_scores,
+        qbar,
+        path,
+        reuse_lengths,
+        scan_lengths,
+        remembered.pushed,
+        flat_queries,
+        flat_supports,
+        remembered.paths.reshape(rows, 3),
+        remembered.candidates.reshape(rows),
+    )
 
-    pieces = splits(rows, dim)
-
-    def finish(
-        ids_ref: Ref,  # [BH, N]
-        candidate_scores_ref: Ref,  # [BH, N]
+    def scanned(
+        values_ref: Ref,  # [BG, S, D]
         all_scores_ref: Ref,  # [BH, S]
         highest_ref: Ref,  # [BH, S / block]
-        reuse_length_ref: Ref,  # [BH]
         scan_length_ref: Ref,  # [BH]
         pushed_ref: Ref,  # [B]
-        values_ref: Ref,  # [BG, S, D]
-        total_ref: Ref,  # [BH]
-        supports_ref: Ref,  # [BH, C, K]
-        new_total_ref: Ref,  # [BH] aliased
-        new_supports_ref: Ref,  # [BH, C, K] aliased
-        out_ref: Ref,  # [BH, D]
-        support_ref: Ref,  # [BH, K]
-        unique_ref: Ref,  # [BH]
+        out_reuse_ref: Ref,  # [BH, D]
+        support_reuse_ref: Ref,  # [BH, K]
+        supports_reuse_ref: Ref,  # [BH, C, K]
+        out_ref: Ref,  # [BH, D] aliased
+        support_ref: Ref,  # [BH, K] aliased
+        supports_ref: Ref,  # [BH, C, K] aliased
         scores_ref: Ref,  # [BH, K] scratch
-        blocks_ref: Ref,  # [BH, K] scratch
+        blocks_ref: Ref,  # [BH, K + spare] scratch
         tokens_ref: Ref,  # [BH, M] scratch
         candidate_keys_ref: Ref,  # [BH, M] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
+        length = scan_length_ref[row]
 
-        @pl.when(reuse_length > 0)
-        def _() -> None:
-            unique = select_slots(
-                ids_ref, candidate_scores_ref, support_ref, scores_ref, row, tail=window
-            )
-
-            @pl.when(split == 0)
-            def _() -> None:
-                unique_ref[row] = unique
-                new_total_ref[row] = total_ref[row] + unique
-
-        @pl.when(scan_length > 0)
+        @pl.when(length > 0)
         def _() -> None:
             select_blocks(
                 all_scores_ref,
@@ -251,53 +325,37 @@ def retopk_step(
                 support_ref,
                 scores_ref,
                 row,
-                scan_length,
+                length,
             )
+            barrier()
+            attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
 
-        @pl.when(reuse_length + scan_length <= 0)
-        def _() -> None:
-            pad_support(support_ref, scores_ref, row, jnp.int32(0))
+            @pl.when(split == 0)
+            def _() -> None:
+                _push_support(support_ref, supports_ref, row, pushed_ref[row // heads])
 
-        @pl.when((split == 0) & (reuse_length <= 0))
-        def _() -> None:
-            unique_ref[row] = 0
-
-        barrier()
-        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
-
-        @pl.when((split == 0) & (reuse_length + scan_length > 0))
-        def _() -> None:
-            k = lax.iota(jnp.int32, round_up(budget))
-            support = load_at(support_ref, row, k, mask=k < budget, other=-1)
-            slot = pushed_ref[row // heads] % capacity
-            store_at(new_supports_ref, support, row, slot, k, mask=k < budget)
-
-    total, supports, out, support, unique, *_ = call(
-        finish,
-        name="retopk_finish",
+    out, support, supports, *_ = call(
+        scanned,
+        name="retopk_scanned",
         grid=(rows, pieces),
         outputs=[
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((rows, capacity, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
             *select_scratch(rows, stored, budget),
         ],
-        warps=8,
-        aliases={8: 0, 9: 1},
+        warps=SELECT_WARPS,
+        aliases={5: 0, 6: 1, 7: 2},
     )(
-        ids,
-        candidate_scores,
+        flat_values,
         all_scores,
         highest,
-        reuse_lengths,
         scan_lengths,
         remembered.pushed,
-        values.reshape(scans, stored, dim),
-        remembered.candidates.reshape(rows),
-        flat_supports,
+        out,
+        support,
+        supports,
     )
     return ReTopKStep(
         out.reshape(batch, heads, dim),
