@@ -11,6 +11,7 @@ import jax
 
 from models import ModelError, convert
 from retopk_jax.cli_cache import VARIABLE, enable_compilation_cache
+from retopk_jax.cli_calibrate import run_calibrate
 from retopk_jax.cli_generate import run_generate
 from retopk_jax.cli_inspect import run_inspect
 from retopk_jax.cli_methods import add_method_options
@@ -80,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_inspect(
         commands.add_parser("inspect", help="say what memory is needed", allow_abbrev=False)
+    )
+    _add_calibrate(
+        commands.add_parser(
+            "calibrate", help="fit what a method learns from a text", allow_abbrev=False
+        )
     )
     return parser
 
@@ -154,6 +160,30 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows (default: 1)")
     add_method_options(parser, default=None)
     _add_json(parser)
+    _add_cache(parser)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_calibrate)
+    parser.add_argument(
+        "--method", choices=["loki"], required=True, help="loki: principal components of the keys"
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts, joined by a blank line",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens read at once (default: 4096, or as many as the model has positions for)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="BASIS", help="the file to make")
     _add_cache(parser)
 
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from models import CausalLM, load_model
-from retopk_jax.attention import AttentionMethod
+from retopk_jax.attention import AttentionMethod, Loki
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.cli_files import check_target, write_json
-from retopk_jax.cli_methods import chosen_methods, settings
+from retopk_jax.cli_methods import check_calibration, chosen_methods, provenance, settings
 from retopk_jax.errors import ConfigError, PromptError
 from retopk_jax.generate import Completion, Generation, encode_prompts, generate
 from retopk_jax.memory import memory_need
@@ -30,12 +30,15 @@ def run_generate(args: argparse.Namespace) -> None:
         ModelError: the model cannot be loaded.
     """
     (method,) = chosen_methods(args).values()
+    if isinstance(method, Loki):
+        method.check_basis()
     _check(args)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {args.model}"):
         model = load_model(args.model, dtype=args.dtype)
         for note in model.notes:
             console.print(f"note: {note}", markup=False)
+        check_calibration(args, model)
         prompts = _encode(model, args)
     streams = len(prompts) == 1
     with _reading(console) as progress:
@@ -59,7 +62,7 @@ def run_generate(args: argparse.Namespace) -> None:
         for row, text in enumerate(generation.texts):
             print(f"[{row}] {text}", flush=True)
     if args.json is not None:
-        write_json(args.json, report(model, method, generation))
+        write_json(args.json, report(model, method, generation, provenance(args)))
     _summarise(console, generation)
 
 
@@ -144,7 +147,12 @@ def _tenths(console: Console) -> Callable[[int, int], None]:
     return progress
 
 
-def report(model: CausalLM, method: AttentionMethod, generation: Generation) -> dict[str, Any]:
+def report(
+    model: CausalLM,
+    method: AttentionMethod,
+    generation: Generation,
+    calibration: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """What ``--json`` writes; with several prompts, what belongs to one is a list over them."""
     cache = generation.context.cache
     need = memory_need(
@@ -171,6 +179,7 @@ def report(model: CausalLM, method: AttentionMethod, generation: Generation) -> 
         "model": model.source,
         "dtype": str(model.decoder.dtype),
         "attention": {"method": method.name, **settings(method)},
+        **({} if calibration is None else {"calibration": calibration}),
     }
 
 
@@ -183,6 +192,9 @@ def _row(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "path_shares": None if paths is None else paths.shares,
         "mean_candidates": None if paths is None else paths.mean_candidates,
+        "tokens_attended": completion.tokens_attended,
+        "key_bytes": completion.key_bytes,
+        "value_bytes": completion.value_bytes,
     }
 
 
@@ -200,8 +212,10 @@ def _summarise(console: Console, generation: Generation) -> None:
         if completion.paths is not None:
             shares = ", ".join(f"{name} {x:.1%}" for name, x in completion.paths.shares.items())
             where = f"[{row}] " if len(completions) > 1 else ""
+            if completion.paths.candidates:
+                shares += f", {completion.paths.mean_candidates:.0f} candidates a reuse"
             console.print(
-                f"{where}{shares}, {completion.paths.mean_candidates:.0f} candidates a reuse",
+                f"{where}{shares}",
                 style="dim",
                 markup=False,
             )

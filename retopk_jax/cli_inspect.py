@@ -15,7 +15,7 @@ from retopk_jax.cli_methods import chosen_methods, settings
 from retopk_jax.memory import memory_need
 from retopk_jax.prefill import rounded_capacity
 
-_LINES = {
+_COLUMNS = {
     "weights": "weights",
     "kv_cache": "KV cache",
     "recall_cache": "recall cache",
@@ -80,15 +80,14 @@ def _print(report: dict[str, Any], config: ModelConfig) -> None:
         f"context {report['context']:,} (cache of {report['kv_cache_slots']:,} tokens a row), "
         f"batch {report['batch']}"
     )
-    table = Table("")
-    for name in report["methods"]:
-        table.add_column(name, justify="right")
-    for key, title in _LINES.items():
+    table = Table("bytes")
+    for title in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    for name, item in report["methods"].items():
         cells = [
-            f"{human_bytes(item['bytes'][key])}  {item['bytes'][key]:>15,}"
-            for item in report["methods"].values()
+            f"{human_bytes(item['bytes'][key])}  {item['bytes'][key]:>15,}" for key in _COLUMNS
         ]
-        table.add_row(title, *cells, end_section=key == "recall_cache")
+        table.add_row(name, *cells)
     console.print(table)
     console.print("Bytes held while decoding; temporaries of the compiled programs come on top.")
     if report["context"] > config.max_positions:

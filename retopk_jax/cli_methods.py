@@ -1,11 +1,28 @@
 """The attention methods of the command line and the options that each takes."""
 
 import argparse
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from retopk_jax.attention import AttentionMethod, ExactTopK, Full, ReTopK
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import CausalLM
+from retopk_jax.attention import (
+    AttentionMethod,
+    ExactTopK,
+    Full,
+    Loki,
+    Quest,
+    ReTopK,
+    SparQ,
+    StreamingLLM,
+    TokenSelect,
+)
+from retopk_jax.calibration import LokiBasis, load_basis
 from retopk_jax.errors import ConfigError
 
 
@@ -17,11 +34,13 @@ class Option:
         convert: from the command line's text.
         metavar: how the help calls its value.
         help: what it is.
+        default: what the help calls a default that depends on the model; None for the field's own.
     """
 
     convert: Callable[[str], Any]
     metavar: str
     help: str
+    default: str | None = None
 
 
 @dataclass(frozen=True)
@@ -31,10 +50,44 @@ class Method:
     Attributes:
         make: the method, built from keyword arguments.
         options: its settings by field name; ``recall_entries`` becomes ``--recall-entries``.
+        prepare: keyword arguments of ``make`` from the options given.
     """
 
     make: Callable[..., AttentionMethod]
     options: Mapping[str, Option]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected yes or no")
+    return text == "yes"
+
+
+def _rank(text: str) -> int | float:
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def _basis(name: str) -> LokiBasis:
+    try:
+        return load_basis(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _loki_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The basis as an array, and a rank given as a share of the variance as a number."""
+    basis, rank = given.get("basis"), given.get("rank")
+    if isinstance(rank, float):
+        if not 0 < rank < 1:
+            raise ConfigError(
+                f"--rank {rank}: expected a number of components, or a share of the variance "
+                "above 0 and below 1"
+            )
+        if basis is None:
+            raise ConfigError(f"--rank {rank} is a share of a basis's variance: give --basis FILE")
+        given = {**given, "rank": basis.rank_of(rank)}
+    return given if basis is None else {**given, "basis": jnp.asarray(basis.basis)}
 
 
 _BUDGET = Option(int, "K", "tokens attended")
@@ -47,10 +100,71 @@ METHODS: dict[str, Method] = {
         {
             "budget": _BUDGET,
             "capacity": Option(int, "C", "remembered (query, support) pairs a head"),
-            "recall": Option(int, "R", "most similar entries whose supports are merged"),
+            "recall": Option(int, "R", "entries whose supports are merged"),
             "window": Option(int, "W", "most recent tokens that are always candidates"),
             "tau": Option(float, "TAU", "similarity below which a head scans all keys"),
             "refresh": Option(int, "T", "scan all keys every T steps, 0 for never"),
+            "recall_by": Option(
+                str, "ORDER", "merge the entries most alike in similarity, or the last by recency"
+            ),
+        },
+    ),
+    StreamingLLM.name: Method(
+        StreamingLLM,
+        {
+            "sinks": Option(int, "N", "first tokens, always attended"),
+            "recent": Option(int, "N", "last tokens, always attended"),
+            "position_mode": Option(
+                str, "MODE", "number the kept tokens cache_relative, or absolute"
+            ),
+        },
+    ),
+    Quest.name: Method(
+        Quest,
+        {
+            "budget": _BUDGET,
+            "page_size": Option(int, "N", "tokens a page"),
+            "last_page": Option(str, "RULE", "the last page is attended always, or competes"),
+            "select_per": Option(
+                str, "UNIT", "choose pages per query_head, per kv_group or per layer"
+            ),
+            "dense_layers": Option(int, "N", "first layers with full attention"),
+        },
+    ),
+    SparQ.name: Method(
+        SparQ,
+        {
+            "budget": _BUDGET,
+            "components": Option(int, "r", "components of a query that rank", "a quarter of them"),
+            "local": Option(int, "N", "last tokens, always attended", "K / 4"),
+            "reallocate": Option(_yes_or_no, "yes|no", "mix in the mean value", "yes"),
+        },
+    ),
+    Loki.name: Method(
+        Loki,
+        {
+            "budget": _BUDGET,
+            "rank": Option(
+                _rank,
+                "r",
+                "principal components that rank, or the share of the variance they explain",
+                "half of them",
+            ),
+            "basis": Option(
+                _basis, "FILE", "from retopk calibrate --method loki", "none, and needed"
+            ),
+        },
+        _loki_arguments,
+    ),
+    TokenSelect.name: Method(
+        TokenSelect,
+        {
+            "initial": Option(int, "N", "first tokens, always attended"),
+            "selected": Option(int, "k", "tokens chosen by vote"),
+            "local": Option(int, "N", "last tokens, always attended"),
+            "theta": Option(
+                float, "THETA", "similarity to the last selecting query that keeps its selection"
+            ),
         },
     ),
 }
@@ -72,12 +186,18 @@ def add_method_options(parser: argparse.ArgumentParser, *, default: str | None) 
     )
     group = parser.add_argument_group("options of the attention method")
     for name, (option, takers) in _options().items():
+        defaults = [_default(method, name) for method in takers]
+        if len(set(defaults)) == 1:
+            note = f"{', '.join(takers)}; default {defaults[0]}"
+        else:
+            each = zip(takers, defaults, strict=True)
+            note = ", ".join(f"{method}: default {value}" for method, value in each)
         group.add_argument(
             flag(name),
             dest=f"method_{name}",
             type=option.convert,
             metavar=option.metavar,
-            help=f"{option.help} ({', '.join(takers)}; default {_default(takers[0], name)})",
+            help=f"{option.help} ({note})".replace("%", "%%"),
         )
 
 
@@ -95,16 +215,28 @@ def chosen_methods(args: argparse.Namespace) -> dict[str, AttentionMethod]:
         if not any(name in METHODS[method].options for method in names):
             method = names[0]
             taken = ", ".join(flag(option) for option in METHODS[method].options)
+            shown = f" {value}" if isinstance(value, int | float | str) else ""
             raise ConfigError(
-                f"{flag(name)} {value} does not apply to --attention {method}, "
+                f"{flag(name)}{shown} does not apply to --attention {method}, "
                 f"which takes {taken or 'no options'}"
             )
-    return {
-        method: METHODS[method].make(
-            **{name: value for name, value in given.items() if name in METHODS[method].options}
-        )
-        for method in names
-    }
+    chosen = {}
+    for name in names:
+        method = METHODS[name]
+        taken = {option: value for option, value in given.items() if option in method.options}
+        chosen[name] = method.make(**method.prepare(taken))
+    return chosen
+
+
+def check_calibration(args: argparse.Namespace, model: CausalLM) -> None:
+    """Refuses a basis that was fitted on another model."""
+    if args.method_basis is not None:
+        args.method_basis.check_model(model)
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Where the basis of the command line comes from; None without one."""
+    return None if args.method_basis is None else args.method_basis.provenance
 
 
 def flag(name: str) -> str:
@@ -113,8 +245,14 @@ def flag(name: str) -> str:
 
 
 def settings(method: AttentionMethod) -> dict[str, Any]:
-    """The command line's settings of a method, by field name."""
-    return {name: getattr(method, name) for name in METHODS[method.name].options}
+    """The command line's settings of a method, by field name; of an array, its hash."""
+    return {name: _plain(getattr(method, name)) for name in METHODS[method.name].options}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, jax.Array) and value.ndim > 0:
+        return "sha256:" + hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
+    return value
 
 
 def _options() -> dict[str, tuple[Option, list[str]]]:
@@ -127,6 +265,9 @@ def _options() -> dict[str, tuple[Option, list[str]]]:
 
 
 def _default(method: str, name: str) -> Any:
+    described = METHODS[method].options[name].default
+    if described is not None:
+        return described
     for item in fields(METHODS[method].make):  # pyright: ignore[reportArgumentType]
         if item.name == name and item.default is not MISSING:
             return item.default

@@ -50,24 +50,27 @@ class Loki(AttentionMethod):
     def check(self, geometry: Geometry) -> None:
         """Refuses a missing basis, one of other shapes, and a rank above the head dimension."""
         dim = geometry.head_dim
-        if self.basis is None:
-            raise ConfigError(
-                "basis=None: Loki ranks in the principal components of a model's keys; make them "
-                "with: retopk calibrate --method loki --model MODEL --text FILE --out BASIS"
-            )
+        basis = self.check_basis()
         if self._rank(dim) > dim:
             raise ConfigError(f"rank={self.rank}: expected at most the head dimension {dim}")
         needed = (geometry.num_layers, geometry.num_kv_heads, dim, dim)
-        if self.basis.shape != needed:
-            raise ConfigError(f"basis of shape {self.basis.shape}: this model needs {needed}")
-        if self.basis.dtype != jnp.float32:
-            raise ConfigError(f"basis of dtype {self.basis.dtype}: expected float32")
+        if basis.shape != needed:
+            raise ConfigError(f"basis of shape {basis.shape}: this model needs {needed}")
+        if basis.dtype != jnp.float32:
+            raise ConfigError(f"basis of dtype {basis.dtype}: expected float32")
+
+    def check_basis(self) -> jax.Array:
+        """The basis; refuses to be without one."""
+        if self.basis is None:
+            raise ConfigError(
+                "basis=None: Loki ranks in the principal components of a model's keys; fit them "
+                "with: retopk calibrate --method loki --model MODEL --text FILE --out BASIS"
+            )
+        return self.basis
 
     def _projection(self, layer: int, dim: int) -> jax.Array:
         """The r leading components of a layer, float32 ``[G, D, r]``."""
-        if self.basis is None:
-            raise ConfigError("basis=None: see `check`")
-        return self.basis[layer, :, :, : self._rank(dim)]
+        return self.check_basis()[layer, :, :, : self._rank(dim)]
 
     def prime(
         self,

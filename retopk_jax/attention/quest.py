@@ -45,7 +45,7 @@ class Quest(AttentionMethod):
     key in it. Equal bounds: the lower page.
 
     Attributes:
-        budget: K, tokens attended at most; ``budget // page_size`` pages, at least 3.
+        budget: K, tokens attended at most; ``budget // page_size`` pages.
         page_size: tokens a page.
         last_page: the page of the current token ``"always"`` is attended, within the budget, or
             ``"competes"`` like any other.
@@ -69,9 +69,9 @@ class Quest(AttentionMethod):
         check_integer("dense_layers", self.dense_layers, minimum=0)
         check_choice("last_page", self.last_page, LAST_PAGE)
         check_choice("select_per", self.select_per, SELECT_PER)
-        if self.budget < 3 * self.page_size:
+        if self.budget < self.page_size:
             raise ConfigError(
-                f"budget={self.budget}: expected at least 3 pages of page_size={self.page_size}"
+                f"budget={self.budget}: expected at least a page of page_size={self.page_size}"
             )
 
     @property

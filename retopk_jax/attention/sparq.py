@@ -31,24 +31,29 @@ class SparQ(AttentionMethod):
     Attributes:
         budget: K, tokens attended, the local ones included.
         components: r; None for D / 4.
-        local: last tokens that are always chosen, the current one included.
+        local: last tokens that are always chosen, the current one included; None for K / 4.
         reallocate: mix the mean value in; otherwise the output is y.
     """
 
     budget: int = field(default=512, metadata={"static": True})
     components: int | None = field(default=None, metadata={"static": True})
-    local: int = field(default=128, metadata={"static": True})
+    local: int | None = field(default=None, metadata={"static": True})
     reallocate: bool = field(default=True, metadata={"static": True})
 
     name: ClassVar[str] = "sparq"
 
     def __post_init__(self) -> None:
         check_integer("budget", self.budget, minimum=1)
-        check_integer("local", self.local, minimum=1)
+        if self.local is not None:
+            check_integer("local", self.local, minimum=1)
         if self.components is not None:
             check_integer("components", self.components, minimum=1)
-        if self.local > self.budget:
+        if self.local is not None and self.local > self.budget:
             raise ConfigError(f"local={self.local}: expected at most budget={self.budget}")
+
+    @property
+    def _local(self) -> int:
+        return max(self.budget // 4, 1) if self.local is None else self.local
 
     def _components(self, dim: int) -> int:
         return max(dim // 4, 1) if self.components is None else self.components
@@ -92,7 +97,7 @@ class SparQ(AttentionMethod):
         token = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
         length = step.lengths[:, None, None]
         ranking = clean_scores(jnp.sum(mass, axis=2), token < length)
-        ranking = jnp.where((token < length) & (token >= length - self.local), jnp.inf, ranking)
+        ranking = jnp.where((token < length) & (token >= length - self._local), jnp.inf, ranking)
         chosen, _ = top_k(ranking, budget=self.budget)  # [B, G, K]
         support = jnp.repeat(chosen, heads // groups, axis=1)
         scores = support_scores(q, keys, support)

@@ -63,10 +63,10 @@ def test_steps_equal_the_oracle(group: str, last_page: str, select_per: str) -> 
     assert partial > 30
 
 
-@pytest.mark.parametrize("page", [1, 3, 16])
-def test_any_page_size(page: int) -> None:
-    """48 slots are 48, 16 and 3 pages; with pages of 16 the capacity is never exceeded."""
-    method = Quest(3 * page + page // 2, page)
+@pytest.mark.parametrize(("page", "pages"), [(1, 4), (5, 1), (16, 3)])
+def test_any_page_size(page: int, pages: int) -> None:
+    """Pages of a token, pages that do not divide the capacity, as many as there are."""
+    method = Quest(pages * page + page // 2, page)
     for seed, lengths in enumerate(ragged()[::3]):
         for row in walk(method, grid_problem(seed, (4, 2), lengths)):
             want = oracle.quest(row.q, row.keys, row.values, budget=method.budget, page=page)
@@ -153,7 +153,7 @@ def test_bounds_after_updates_are_those_of_a_prefill() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"budget": 47}, "budget=47.*3 pages of page_size=16"),
+        ({"budget": 15}, "budget=15.*a page of page_size=16"),
         ({"page_size": 0}, "page_size=0"),
         ({"last_page": "never"}, "last_page='never'.*always, competes"),
         ({"select_per": "head"}, "select_per='head'.*query_head, kv_group, layer"),

@@ -120,5 +120,5 @@ def test_refuses(settings: dict, words: str) -> None:
 
 def test_defaults_are_the_matched_setting() -> None:
     method = SparQ()
-    assert (method.budget, method.local, method.reallocate) == (512, 128, True)
+    assert (method.budget, method._local, method.reallocate) == (512, 128, True)
     assert method._components(128) == 32
