@@ -1,14 +1,17 @@
 """Generation: prompts in, text out, with any attention method."""
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from retopk_jax.attention import AttentionMethod, PathStatistics, ReTopK
+from retopk_jax.attention.checks import check_integer
 from retopk_jax.decode import (
     DecodeState,
     Produced,
@@ -101,7 +104,7 @@ def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
     Raises:
         PromptError: an empty prompt, or a text where the model has no tokenizer.
     """
-    listed = [prompts] if isinstance(prompts, str) else list(prompts)
+    listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     encoded = []
     for row, prompt in enumerate(listed):
         if isinstance(prompt, str):
@@ -111,7 +114,12 @@ def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
                 )
             ids = model.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError:
+                raise PromptError(
+                    f"prompt {row} is {prompt!r:.60}: expected a text or a list of token ids"
+                ) from None
         if not ids:
             raise PromptError(f"prompt {row} is empty: expected at least one token")
         encoded.append(ids)
@@ -159,6 +167,7 @@ def generate(
     method = ReTopK() if attention is None else attention
     method.check(model.decoder.geometry)
     make_sampling(temperature, top_k, top_p)
+    _check_run(max_new_tokens, seed)
     _check_stop(model, stop, on_text)
     encoded = encode_prompts(model, prompts)
     read = prefill(
@@ -212,10 +221,9 @@ def continue_from(
     method = ReTopK() if attention is None else attention
     method.check(model.decoder.geometry)
     sampling = make_sampling(temperature, top_k, top_p)
+    _check_run(max_new_tokens, seed)
     _check_stop(model, stop, on_text)
     lengths = np.asarray(context.cache.lengths)
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: expected 1 or more")
     room = min(context.cache.capacity, model.decoder.max_positions) - int(lengths.max())
     if max_new_tokens > room:
         raise CapacityError(
@@ -234,7 +242,7 @@ def continue_from(
     turn = decode_loop if not stop and on_text is None else decode_one
     args = (method, model.params, state, produced, *controls)
     run, compile_seconds = program(turn, *args, decoder=model.decoder)
-    watcher = _Watcher(model, context.cache.batch, stop, on_text)
+    watcher = _Watcher(model, context.cache.batch, stop, on_text, eos)
     jax.block_until_ready(state)
     began = time.perf_counter()
     if turn is decode_loop:
@@ -262,6 +270,11 @@ def _buffer(tokens: int) -> int:
     return max(64, 1 << (tokens - 1).bit_length())
 
 
+def _check_run(max_new_tokens: int, seed: int) -> None:
+    check_integer("max_new_tokens", max_new_tokens, minimum=1)
+    check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
+
+
 def _check_stop(model: LanguageModel, stop: Sequence[str], on_text: OnText | None) -> None:
     if isinstance(stop, str) or any(not text for text in stop):
         raise ConfigError(f"stop={stop!r}: expected a list of texts, none of them empty")
@@ -273,10 +286,15 @@ class _Watcher:
     """Turns new tokens into text as they come, and ends rows at their stop strings."""
 
     def __init__(
-        self, model: LanguageModel, batch: int, stop: Sequence[str], on_text: OnText | None
+        self,
+        model: LanguageModel,
+        batch: int,
+        stop: Sequence[str],
+        on_text: OnText | None,
+        eos: Sequence[int],
     ):
         self._tokenizer = model.tokenizer
-        self._eos = model.eos_token_ids
+        self._eos = eos
         self._stop = list(stop)
         self._on_text = on_text
         self._shown = [0] * batch
@@ -293,7 +311,8 @@ class _Watcher:
             if count == self._seen[row] or row in self.stopped:
                 continue
             self._seen[row] = int(count)
-            text = self._tokenizer.decode(tokens[row, :count].tolist())
+            ids = tokens[row, :count].tolist()
+            text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._eos else ids)
             cut = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
             ended = not active[row]
             if cut >= 0:

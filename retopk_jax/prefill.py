@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from retopk_jax.errors import CapacityError, ConfigError, PromptError
+from retopk_jax.attention.checks import check_integer
+from retopk_jax.errors import CapacityError, PromptError
 from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
@@ -127,8 +128,9 @@ def check_prompts(
             raise PromptError(
                 f"prompt {row} holds token id {bad}: expected 0 to {decoder.vocab_size - 1}"
             )
-    if new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={new_tokens}: expected 1 or more")
+    check_integer("max_new_tokens", new_tokens, minimum=1)
+    if capacity is not None:
+        check_integer("capacity", capacity, minimum=1)
     longest = max(len(prompt) for prompt in prompts)
     needed = longest + new_tokens
     if needed > decoder.max_positions:

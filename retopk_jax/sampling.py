@@ -45,7 +45,10 @@ def make_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) 
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p={top_p!r}: expected above 0 and at most 1")
     return Sampling(
-        jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), temperature == 0
+        jnp.float32(temperature),
+        jnp.int32(min(top_k, jnp.iinfo(jnp.int32).max)),
+        jnp.float32(top_p),
+        temperature < float(jnp.finfo(jnp.float32).tiny),  # a smaller float32 is flushed to 0
     )
 
 
@@ -70,7 +73,9 @@ def sample(logits: jax.Array, sampling: Sampling, key: jax.Array, count: jax.Arr
         row_key = jax.random.fold_in(jax.random.fold_in(key, row), count)
         return jax.random.categorical(row_key, logits).astype(jnp.int32)
 
-    kept = keep_likeliest(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    best = jnp.max(logits, axis=-1, keepdims=True)  # taken off first: nothing overflows but to −inf
+    scaled = (logits - best) / sampling.temperature
+    kept = keep_likeliest(scaled, sampling.top_k, sampling.top_p)
     return jax.vmap(draw)(jnp.arange(logits.shape[0]), count, kept)
 
 
@@ -85,9 +90,11 @@ def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax
     vocab = logits.shape[-1]
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
-    keep = jnp.arange(vocab)[None, :] < jnp.where(top_k > 0, top_k, vocab)
+    rank = jnp.arange(vocab)[None, :]
+    keep = rank < jnp.where(top_k > 0, top_k, vocab)
     probabilities = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    keep &= before < top_p
+    # 1 keeps all, though a rounded sum may reach it early; a top_p that float32 rounds to 0, one.
+    keep &= (before < top_p) | (top_p >= 1) | (rank == 0)
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.full_like(logits, -jnp.inf).at[rows, order].set(jnp.where(keep, ranked, -jnp.inf))
