@@ -69,19 +69,3 @@ def fill_from_prompt(
         prefill_supports(queries, keys, positions, budget=budget),
         filled,
     )
-
-
-def push(cache: RecallCache, qbar: jax.Array, support: jax.Array, active: jax.Array) -> RecallCache:
-    """Overwrites the oldest entry of every active row.
-
-    Args:
-        cache: the ring.
-        qbar: ``[B, H, D]``, normalised queries.
-        support: int32 ``[B, H, K]``, ascending, −1 last.
-        active: bool ``[B]``; the other rows stay as they are.
-    """
-    rows = jnp.arange(cache.pushed.shape[0])
-    slot = jnp.where(active, cache.pushed % cache.capacity, cache.capacity)  # C: dropped
-    queries = cache.queries.at[rows, :, slot].set(qbar.astype(cache.queries.dtype), mode="drop")
-    supports = cache.supports.at[rows, :, slot].set(support, mode="drop")
-    return RecallCache(queries, supports, cache.pushed + active.astype(jnp.int32))

@@ -22,8 +22,9 @@ def recall(
 ) -> Recalled:
     """Finds the remembered queries most similar to the current one (equations 6 and 7).
 
-    ``rho_c = (q / |q|) · queries_c`` in float32 over the filled slots of a ring. Ties go to the
-    more recent entry. A query whose float32 norm is zero or not finite resembles nothing.
+    ``rho_c = (q / |q|) · queries_c`` in float32, kept within ±1, over the filled slots of a ring.
+    Ties go to the more recent entry. A query whose float32 norm is zero or not finite resembles
+    nothing.
 
     Args:
         q: ``[B, H, D]`` current queries, after positional encoding.

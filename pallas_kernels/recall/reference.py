@@ -23,6 +23,7 @@ def recall(q: jax.Array, queries: jax.Array, pushed: jax.Array, *, entries: int)
     rho = jnp.einsum(
         "bhd,bhcd->bhc", qbar, queries.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
+    rho = jnp.clip(rho, -1.0, 1.0)  # rounding may carry a cosine beyond
     rho = jnp.where(rho == 0.0, 0.0, rho)  # top_k puts 0 before -0: a tie that age must decide
     age = jnp.arange(capacity, dtype=jnp.int32)
     slot_of_age = (pushed[:, None] - 1 - age[None, :]) % capacity  # [B, C], newest first

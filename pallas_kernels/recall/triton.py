@@ -59,6 +59,7 @@ def match_ring(
             other=0.0,
         )
         rho += jnp.sum(ring.astype(jnp.float32) * part[None, :], axis=1)
+    rho = jnp.minimum(jnp.maximum(rho, -1.0), 1.0)  # rounding may carry a cosine beyond
     newest = (pushed + capacity - 1) % capacity
     age = newest - c
     age = jnp.where(age < 0, age + capacity, age)

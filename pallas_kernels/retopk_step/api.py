@@ -24,6 +24,7 @@ def retopk_step(
     *,
     entries: int,
     window: int,
+    by_recency: bool = False,
     implementation: str | None = None,
 ) -> ReTopKStep:
     """Attends to the top-K of the recalled candidates, or of all keys where nothing is similar.
@@ -43,6 +44,8 @@ def retopk_step(
             ``[B, H]``.
         entries: R, entries to recall, at most C.
         window: W, most recent tokens that are always candidates.
+        by_recency: merge the supports of the last R entries instead of the R most similar; the path
+            still depends on the largest similarity.
         implementation: name of one, or None for the platform's best.
     """
     batch, heads, dim = q.shape
@@ -75,6 +78,7 @@ def retopk_step(
         tau,
         entries=entries,
         window=window,
+        by_recency=by_recency,
     )
 
 

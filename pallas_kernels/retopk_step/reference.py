@@ -30,6 +30,7 @@ def retopk_step(
     *,
     entries: int,
     window: int,
+    by_recency: bool,
 ) -> ReTopKStep:
     """See `pallas_kernels.retopk_step.retopk_step`."""
     queries, supports, pushed, paths, candidate_total = remembered
@@ -39,7 +40,8 @@ def retopk_step(
     path = jnp.where(refresh_due[:, None], REFRESH, jnp.where(similar, REUSE, FALLBACK))
     path = path.astype(jnp.int32)
     counted = active[:, None]
-    scored = candidates(q, keys, supports, found.slots, lengths, window=window)
+    slots = newest_slots(pushed, capacity, found.slots.shape) if by_recency else found.slots
+    scored = candidates(q, keys, supports, slots, lengths, window=window)
     support, scores = select(scored.ids, scored.scores, budget=budget)
     wanted = (path != REUSE) & counted
     exact, exact_scores = exact_support(q, keys, lengths, wanted, budget=budget)
@@ -47,6 +49,8 @@ def retopk_step(
     scores = jnp.where(wanted[..., None], exact_scores, scores)
     support = jnp.where(counted[..., None], support, PAD)
     scores = jnp.where(counted[..., None], scores, -jnp.inf)
+    # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
+    qbar, support = jax.lax.optimization_barrier((found.qbar, support))
     rows = jnp.arange(pushed.shape[0])
     slot = jnp.where(active, pushed % capacity, capacity)  # capacity: dropped
     unique = jnp.where((path == REUSE) & counted, scored.unique, 0)
@@ -54,7 +58,7 @@ def retopk_step(
     return ReTopKStep(
         sparse_attend(values, support, scores),
         Remembered(
-            queries.at[rows, :, slot].set(found.qbar.astype(queries.dtype), mode="drop"),
+            queries.at[rows, :, slot].set(qbar.astype(queries.dtype), mode="drop"),
             supports.at[rows, :, slot].set(support, mode="drop"),
             pushed + active.astype(jnp.int32),
             paths + taken.astype(jnp.int32),
@@ -65,3 +69,16 @@ def retopk_step(
         found.rho_max,
         unique,
     )
+
+
+def newest_slots(pushed: jax.Array, capacity: int, shape: tuple[int, ...]) -> jax.Array:
+    """Slots of the last R entries, the newest first, −1 where fewer are filled.
+
+    Args:
+        pushed: int32 ``[B]``.
+        capacity: C.
+        shape: ``(B, H, R)`` of the result.
+    """
+    age = jnp.arange(shape[2], dtype=jnp.int32)[None]
+    slots = jnp.where(age < pushed[:, None], (pushed[:, None] - 1 - age) % capacity, -1)  # [B, R]
+    return jnp.broadcast_to(slots[:, None], shape)

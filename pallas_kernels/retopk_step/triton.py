@@ -1,10 +1,11 @@
-"""The ReTopK step as three Triton kernels.
+"""The ReTopK step as four Triton kernels.
 
 1. ``recall``: every program of a head compares the query with the ring and so knows the path; if
    the head reuses, the program scores its part of the candidates.
 2. ``reuse``: programs of heads that reuse select, attend and push; programs of key-value heads
    with a head that does not reuse scan a stretch of keys.
-3. ``scanned``: heads that scanned select, attend and push.
+3. The filter of the exact support, for heads that scanned.
+4. ``scanned``: heads that scanned select, attend and push.
 
 Programs that are not needed end at once; the host decides nothing.
 """
@@ -23,11 +24,9 @@ from pallas_kernels.candidates.triton import (
 from pallas_kernels.exact_support.triton import (
     SELECT_WARPS,
     Scan,
-    check_scan,
+    run_filter,
     scan_keys,
-    scan_outputs,
-    select_blocks,
-    select_scratch,
+    select_listed,
 )
 from pallas_kernels.recall.triton import match_ring
 from pallas_kernels.retopk_step.types import (
@@ -75,15 +74,16 @@ def retopk_step(
     *,
     entries: int,
     window: int,
+    by_recency: bool,
 ) -> ReTopKStep:
     """See `pallas_kernels.retopk_step.retopk_step`."""
     batch, heads, dim = q.shape
     groups, stored = keys.shape[1:3]
     capacity, budget = remembered.supports.shape[2:]
     each = heads // groups
+    check(not by_recency, "recall by similarity")
     check(capacity <= 128, "rings of up to 128 entries")
     check(each <= 16, "up to 16 query heads a key-value head")
-    check_scan(dim, each, stored)
     check_candidates(dim, entries, budget, window)
     rows, scans = batch * heads, batch * groups
     slots_total = entries * budget + window
@@ -173,7 +173,7 @@ def retopk_step(
         remembered.pushed,
     )
 
-    scan = Scan.of(scans, each, stored, dim, keys.dtype)
+    scan = Scan.of(scans, each, stored, dim, keys.dtype, budget)
     pieces = splits(rows, dim)
 
     def reuse(
@@ -271,7 +271,7 @@ def retopk_step(
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
-            *scan_outputs(rows, stored),
+            *scan.outputs(rows, stored),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
         ],
         warps=scan.warps,
@@ -294,10 +294,13 @@ def retopk_step(
         remembered.candidates.reshape(rows),
     )
 
+    tokens, counts = run_filter(all_scores, highest, scan_lengths, scan, budget)
+
     def scanned(
         values_ref: Ref,  # [BG, S, D]
         all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
+        tokens_ref: Ref,  # [BH, P * stretch]
+        counts_ref: Ref,  # [BH, P]
         scan_length_ref: Ref,  # [BH]
         pushed_ref: Ref,  # [B]
         out_reuse_ref: Ref,  # [BH, D]
@@ -307,25 +310,21 @@ def retopk_step(
         support_ref: Ref,  # [BH, K] aliased
         supports_ref: Ref,  # [BH, C, K] aliased
         scores_ref: Ref,  # [BH, K] scratch
-        blocks_ref: Ref,  # [BH, K + spare] scratch
-        tokens_ref: Ref,  # [BH, M] scratch
-        candidate_keys_ref: Ref,  # [BH, M] scratch
+        starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        length = scan_length_ref[row]
 
-        @pl.when(length > 0)
+        @pl.when(scan_length_ref[row] > 0)
         def _() -> None:
-            select_blocks(
+            select_listed(
                 all_scores_ref,
-                highest_ref,
-                blocks_ref,
                 tokens_ref,
-                candidate_keys_ref,
+                counts_ref,
+                starts_ref,
                 support_ref,
                 scores_ref,
                 row,
-                length,
+                scan,
             )
             barrier()
             attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
@@ -343,14 +342,15 @@ def retopk_step(
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
-            *select_scratch(rows, stored, budget),
+            jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,
-        aliases={5: 0, 6: 1, 7: 2},
+        aliases={6: 0, 7: 1, 8: 2},
     )(
         flat_values,
         all_scores,
-        highest,
+        tokens,
+        counts,
         scan_lengths,
         remembered.pushed,
         out,

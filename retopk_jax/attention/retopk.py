@@ -8,21 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.candidates import candidates
-from pallas_kernels.exact_support import exact_support
-from pallas_kernels.recall import recall
-from pallas_kernels.select import select
-from pallas_kernels.sparse_attend import sparse_attend
+from pallas_kernels.retopk_step import Remembered, retopk_step
+from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
 from retopk_jax.attention.base import AttentionMethod, PathStatistics, Report, Step
 from retopk_jax.attention.checks import check_choice, check_integer, check_number
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
-from retopk_jax.recall_cache import RecallCache, fill_from_prompt, push, recall_cache_bytes
+from retopk_jax.recall_cache import RecallCache, fill_from_prompt, recall_cache_bytes
+
+__all__ = ["FALLBACK", "RECALL_BY", "REFRESH", "REUSE", "ReTopK", "ReTopKState"]
 
 RECALL_BY = ("similarity", "recency")
-
-REUSE, FALLBACK, REFRESH = 0, 1, 2
-"""Paths of a head-step."""
 
 
 @jax.tree_util.register_dataclass
@@ -119,51 +115,34 @@ class ReTopK(AttentionMethod):
     ) -> tuple[jax.Array, ReTopKState, Report]:
         """One step of the method; see `AttentionMethod.attend`."""
         cache = state.cache
-        with jax.named_scope("recall"):
-            recalled = recall(q, cache.queries, cache.pushed, entries=self.recall)
-            slots = recalled.slots
-            if self.recall_by == "recency":
-                slots = newest_slots(cache, slots.shape)
-            path = self.choose_path(recalled.rho_max, step)  # [B, H]
-            wanted = (path != REUSE) & step.active[:, None]
-        with jax.named_scope("candidates"):
-            scored = candidates(q, keys, cache.supports, slots, step.lengths, window=self.window)
-            support, scores = select(scored.ids, scored.scores, budget=self.budget)
-        with jax.named_scope("scan"):
-            exact, exact_scores = exact_support(q, keys, step.lengths, wanted, budget=self.budget)
-            support = jnp.where(wanted[..., None], exact, support)
-            scores = jnp.where(wanted[..., None], exact_scores, scores)
-        with jax.named_scope("attend"):
-            out = sparse_attend(values, support, scores)
-        counted = step.active[:, None]
-        reused = (path == REUSE) & counted
-        taken = (path[..., None] == jnp.arange(3)[None, None]) & counted[..., None]  # [B, H, 3]
-        # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
-        qbar, support = jax.lax.optimization_barrier((recalled.qbar, support))
+        done = retopk_step(
+            q,
+            keys,
+            values,
+            Remembered(cache.queries, cache.supports, cache.pushed, state.paths, state.candidates),
+            step.lengths,
+            self.refresh_due(step),
+            step.active,
+            self.tau,
+            entries=self.recall,
+            window=self.window,
+            by_recency=self.recall_by == "recency",
+        )
+        new = done.remembered
         state = ReTopKState(
-            push(cache, qbar, support, step.active),
-            state.paths + taken.astype(jnp.int32),
-            state.candidates + jnp.where(reused, scored.unique, 0),
+            RecallCache(new.queries, new.supports, new.pushed), new.paths, new.candidates
         )
         groups = keys.shape[1]
-        scanned = jnp.any(wanted.reshape(wanted.shape[0], groups, -1), axis=2)  # [B, G]
+        scanning = (done.path != REUSE) & step.active[:, None]
+        scanned = jnp.any(scanning.reshape(scanning.shape[0], groups, -1), axis=2)  # [B, G]
         scan = jnp.sum(scanned, axis=1) * step.lengths
-        ranked = jnp.sum(jnp.where(path == REUSE, scored.unique, 0), axis=1)
-        read = (scan + ranked).astype(jnp.float32) * keys.shape[3]
-        return out, state, Report(support, path, recalled.rho_max, scored.unique, read)
+        read = (scan + jnp.sum(done.unique, axis=1)).astype(jnp.float32) * keys.shape[3]
+        return done.out, state, Report(done.support, done.path, done.rho_max, done.unique, read)
 
-    def choose_path(self, rho_max: jax.Array, step: Step) -> jax.Array:
-        """Path of every head, int32 ``[B, H]``: refresh on schedule, else reuse if similar enough.
-
-        Args:
-            rho_max: float32 ``[B, H]``, −inf without a comparable entry.
-            step: the decode step.
-        """
+    def refresh_due(self, step: Step) -> jax.Array:
+        """Rows whose heads all scan by schedule, bool ``[B]``."""
         period = jnp.asarray(self.refresh, jnp.int32)
-        due = (period > 0) & (step.index > 0) & (step.index % jnp.maximum(period, 1) == 0)
-        cosine = jnp.clip(rho_max, -1.0, 1.0)  # rounding may have carried it beyond
-        similar = (cosine >= jnp.asarray(self.tau, jnp.float32)) & (rho_max > -jnp.inf)
-        return jnp.where(due[:, None], REFRESH, jnp.where(similar, REUSE, FALLBACK))
+        return (period > 0) & (step.index > 0) & (step.index % jnp.maximum(period, 1) == 0)
 
     def state_bytes(self, geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
         """Bytes of the recall caches."""
@@ -178,16 +157,3 @@ class ReTopK(AttentionMethod):
             reuse, fallback, refresh, unique = (int(n) for n in counts.sum(axis=(0, 1)))
             rows.append(PathStatistics(reuse, fallback, refresh, unique, counts.tolist()))
         return rows
-
-
-def newest_slots(cache: RecallCache, shape: tuple[int, ...]) -> jax.Array:
-    """Slots of the last R entries, the newest first, −1 where fewer are filled.
-
-    Args:
-        cache: the ring.
-        shape: ``(B, H, R)`` of the result.
-    """
-    age = jnp.arange(shape[2], dtype=jnp.int32)[None]
-    pushed = cache.pushed[:, None]
-    slots = jnp.where(age < pushed, (pushed - 1 - age) % cache.capacity, -1)  # [B, R]
-    return jnp.broadcast_to(slots[:, None], shape)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.recall.reference import normalise
 from retopk_jax.attention import ExactTopK, Full, ReTopK, Step
 from retopk_jax.attention.retopk import ReTopKState
 from tests.oracle import decode_step as oracle
@@ -224,7 +225,9 @@ def test_opposite_queries_are_reused_at_tau_minus_one() -> None:
     state = prime(method, keys, keys, tail, jnp.array([7], jnp.int32))
     step = Step(jnp.array([8], jnp.int32), jnp.array([0], jnp.int32), jnp.array([True]))
     _, _, report = attend(method, state, jnp.asarray(q), keys, keys, step)
-    assert np.asarray(report.rho_max).min() < -1, "bad test data"
+    qbar, ring = normalise(jnp.asarray(q))[0], state.cache.queries[:, :, 0]
+    assert np.asarray(jnp.sum(qbar * ring, axis=-1)).min() < -1, "bad test data"
+    assert np.asarray(report.rho_max).min() == -1
     np.testing.assert_array_equal(report.path, 0)
 
 
@@ -238,7 +241,9 @@ def test_tau_above_one_scans_though_bfloat16_cosines_pass_one() -> None:
     state = prime(method, keys, keys, tail, jnp.array([7], jnp.int32))
     step = Step(jnp.array([8], jnp.int32), jnp.array([0], jnp.int32), jnp.array([True]))
     _, _, report = attend(method, state, q, keys, keys, step)
-    assert np.asarray(report.rho_max).max() > method.tau, "bad test data"
+    qbar, ring = normalise(q)[0], state.cache.queries[:, :, 0].astype(jnp.float32)
+    assert np.asarray(jnp.sum(qbar * ring, axis=-1)).max() > method.tau, "bad test data"
+    assert np.asarray(report.rho_max).max() == 1
     np.testing.assert_array_equal(report.path, 1)
 
 
