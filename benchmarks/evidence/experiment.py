@@ -16,7 +16,14 @@ from benchmarks.evidence.loki_basis import cached_basis
 from benchmarks.evidence.methods import Variant, make_variants, needs_basis
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.statistics import paired_difference, perplexity
-from benchmarks.evidence.suffix import Extra, Plan, score_documents, step_milliseconds, summary
+from benchmarks.evidence.suffix import (
+    Extra,
+    Found,
+    Plan,
+    score_documents,
+    step_milliseconds,
+    summary,
+)
 from models import CausalLM
 
 PROTOCOL = {
@@ -75,10 +82,7 @@ def set_scene(
         basis = cached_basis(args.out, described["fingerprint"] + str(args.rope), model, window)
         calibration = {"document": documents.names[args.documents], "tokens": longest}
         documents = documents.first(args.documents)
-    if make is None:
-        variants = make_variants(args.methods, args.budgets, basis)
-    else:
-        variants = make(model)
+    variants = make_variants(args.methods, args.budgets, basis) if make is None else make(model)
     for variant in variants:
         variant.method.check(model.decoder.geometry)
     settings = {
@@ -98,7 +102,7 @@ def set_scene(
 
 def score_scene(
     args: argparse.Namespace, scene: Scene, plan: Plan, name: str, extra: Extra | None = None
-) -> tuple[dict[tuple[int, str], list[dict[str, Any]]], Store]:
+) -> tuple[Found, Store]:
     """Scores the documents, resuming where a run with these settings stopped."""
     chosen = ("model", "documents", "suffix", "rows", "loki_calibration")
     key = {
@@ -125,7 +129,7 @@ def score_scene(
 def rows_of(
     scene: Scene,
     plan: Plan,
-    found: dict[tuple[int, str], list[dict[str, Any]]],
+    found: Found,
     seed: int,
     references: Sequence[tuple[str, Callable[[Variant], str]]],
 ) -> list[dict[str, Any]]:
@@ -141,7 +145,7 @@ def rows_of(
     rows = []
     for length in plan.lengths:
         for variant in scene.variants:
-            entries = found[length, variant.label]
+            entries = found.documents[length, variant.label]
             nll = [entry["nll"] for entry in entries]
             row: dict[str, Any] = {
                 "length": length,
@@ -156,7 +160,7 @@ def rows_of(
                 "step_milliseconds": step_milliseconds(entries),
             }
             for name, label in references:
-                other = found.get((length, label(variant)))
+                other = found.documents.get((length, label(variant)))
                 if other is not None and label(variant) != variant.label:
                     theirs = [entry["nll"] for entry in other]
                     row[name] = paired_difference(nll, theirs, plan.scored, seed)

@@ -37,6 +37,11 @@ class Variant:
     budget: int | None
     method: AttentionMethod
 
+    def changed(self, name: str, changes: Mapping[str, Any]) -> "Variant":
+        """Another name and other settings."""
+        method = replace(self.method, **changes)  # pyright: ignore
+        return Variant(f"{name} K={self.budget}", name, self.budget, method)
+
     def description(self) -> dict[str, Any]:
         """What a result says of it."""
         return {
@@ -134,6 +139,8 @@ def method_settings(method: AttentionMethod) -> dict[str, Any]:
         value = getattr(method, field.name)
         if isinstance(value, (jax.Array, np.ndarray)):
             value = f"array {tuple(value.shape)}"
+        if isinstance(value, AttentionMethod):
+            value = method_settings(value)
         found[field.name] = value
     return found
 

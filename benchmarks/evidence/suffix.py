@@ -1,5 +1,6 @@
 """Teacher-forced scoring of documents' suffixes: one prefill, then every method from it."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,21 @@ from retopk_jax.decode import DecodeState
 from retopk_jax.errors import ConfigError
 from retopk_jax.prefill import prefill, rounded_capacity
 
-Extra = Callable[[DecodeState, int], list[dict[str, Any]]]
-"""What else to keep of a variant: from its last state and the rows that count, an entry a row."""
+Extra = Callable[[DecodeState, int], dict[str, Any]]
+"""What else to keep of a variant and a batch: from its last state and the rows that count."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Scores by length and variant's label.
+
+    Attributes:
+        documents: an entry a document.
+        batches: what `Extra` kept, an entry a batch; empty without it.
+    """
+
+    documents: dict[tuple[int, str], list[dict[str, Any]]]
+    batches: dict[tuple[int, str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ def score_documents(
     *,
     threads: int,
     extra: Extra | None = None,
-) -> dict[tuple[int, str], list[dict[str, Any]]]:
+) -> Found:
     """Scores every document with every variant at every length.
 
     All lengths end at the same token: they score the same labels after more or less context. The
@@ -68,10 +82,7 @@ def score_documents(
         plan: how.
         store: where items are kept; one a length, batch of documents and variant.
         threads: programs compiled at once.
-        extra: further entries of an item.
-
-    Returns:
-        An entry a document, by length and variant's label.
+        extra: what else to keep of a batch.
     """
     if plan.suffix < 2 or min(plan.lengths) <= plan.suffix:
         raise ConfigError(
@@ -80,18 +91,17 @@ def score_documents(
         )
     count = len(documents.names)
     capacity = rounded_capacity(max(plan.lengths))
-    tail = max(max(variant.method.tail_queries for variant in variants), 1)
+    tail = max(*(variant.method.tail_queries for variant in variants), 1)
     programs = Programs(model, plan.rows, capacity, tail, threads)
     batches = range(0, count, plan.rows)
     progress = Progress(len(plan.lengths) * len(batches) * len(variants))
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {
-        (length, variant.label): [] for length in plan.lengths for variant in variants
-    }
+    keys = [(length, variant.label) for length in plan.lengths for variant in variants]
+    found = Found({key: [] for key in keys}, {key: [] for key in keys})
     try:
         for length in plan.lengths:
             for first in batches:
                 last = min(first + plan.rows, count)
-                for label, entries in _score_batch(
+                for label, item in _score_batch(
                     model,
                     documents.ending(length)[first:last],
                     variants,
@@ -104,7 +114,9 @@ def score_documents(
                     progress,
                     extra,
                 ).items():
-                    found[length, label] += entries
+                    found.documents[length, label] += item["documents"]
+                    if "batch" in item:
+                        found.batches[length, label].append(item["batch"])
     finally:
         programs.close()
     return found
@@ -122,15 +134,15 @@ def _score_batch(
     what: str,
     progress: Progress,
     extra: Extra | None,
-) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     missing = []
     for variant in variants:
         item = store.load(store.key(what, variant.label))
         if item is None:
             missing.append(variant)
         else:
-            found[variant.label] = item["documents"]
+            found[variant.label] = item
             progress.step(f"{what}, {variant.label}", resumed=True)
     if not missing:
         return found
@@ -158,14 +170,14 @@ def _score_batch(
         jax.block_until_ready(nll)
         seconds = time.perf_counter() - began
         entries = _entries(np.asarray(nll, np.float64), variant, state, plan, count)
-        if extra is not None:
-            for entry, more in zip(entries, extra(state, count), strict=True):
-                entry.update(more)
         for entry in entries:
             entry["step_milliseconds"] = 1e3 * seconds / plan.scored
         context = replace(context, cache=replace(state.cache, lengths=jnp.asarray(lengths)))
-        store.save(store.key(what, variant.label), {"documents": entries})
-        found[variant.label] = entries
+        item: dict[str, Any] = {"documents": entries}
+        if extra is not None:
+            item["batch"] = extra(state, count)
+        store.save(store.key(what, variant.label), item)
+        found[variant.label] = item
         progress.step(f"{what}, {variant.label}")
     return found
 
@@ -182,7 +194,7 @@ def _entries(
     edges = np.linspace(0, plan.scored, plan.buckets + 1).astype(int)
     entries = []
     for row in range(count):
-        sums = [float(nll[row, a:b].sum()) for a, b in zip(edges, edges[1:], strict=False)]
+        sums = [float(nll[row, a:b].sum()) for a, b in itertools.pairwise(edges)]
         entry: dict[str, Any] = {"nll": sum(sums)}
         if plan.buckets > 1:
             entry["nll_by_bucket"] = sums
