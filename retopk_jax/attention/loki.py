@@ -15,6 +15,7 @@ from pallas_kernels.top_k import top_k
 from retopk_jax.attention.base import AttentionMethod, Report, Step, support_elements
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.errors import ConfigError
+from retopk_jax.kv_cache import append_token
 from retopk_jax.language_model import Geometry
 
 
@@ -102,7 +103,7 @@ class Loki(AttentionMethod):
         newest = keys[rows, :, step.lengths - 1]  # [B, G, D]
         slot = jnp.where(step.active, step.lengths - 1, slots)
         added = project(newest[:, :, None], projection)[:, :, 0]
-        state = state.at[rows, :, slot].set(added, mode="drop")
+        state = append_token(state, added, slot)
         grouped = q.reshape(batch, groups, heads // groups, dim)
         scores = jnp.einsum(
             "bgqr,bgsr->bgqs",

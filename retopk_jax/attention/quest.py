@@ -16,6 +16,7 @@ from pallas_kernels.top_k import top_k
 from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key, support_elements
 from retopk_jax.attention.checks import check_choice, check_integer
 from retopk_jax.errors import ConfigError
+from retopk_jax.kv_cache import append_token
 from retopk_jax.language_model import Geometry
 
 LAST_PAGE = ("always", "competes")
@@ -141,8 +142,7 @@ class Quest(AttentionMethod):
         high = jnp.where(opened, key, jnp.maximum(bounds.high[rows, :, page], key))
         page = jnp.where(step.active, page, bounds.low.shape[2])  # dropped
         return PageBounds(
-            bounds.low.at[rows, :, page].set(low, mode="drop"),
-            bounds.high.at[rows, :, page].set(high, mode="drop"),
+            append_token(bounds.low, low, page), append_token(bounds.high, high, page)
         )
 
     def page_scores(self, q: jax.Array, bounds: PageBounds) -> jax.Array:
