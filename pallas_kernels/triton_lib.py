@@ -186,23 +186,14 @@ def count_pair(pieces: Sequence[Array], first: Array, second: Array) -> tuple[Ar
     return packed & 0xFFFF, packed >> 16
 
 
-def pick(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[list[Array], Array]:
-    """Exact top-``budget`` of the keys of all pieces; ties go to the earlier position.
-
-    Args:
-        pieces: int32 keys ``[n]`` each; `NOTHING` is never picked.
-        budget: K.
-        spare: how many of the next best may be picked, too, if that ends the search sooner.
-
-    Returns:
-        A mask for every piece, and the number of keys picked.
-    """
+def threshold_of(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[Array, Array]:
+    """`largest_threshold` of the keys of all pieces above `NOTHING`."""
     highest, lowest, valid = jnp.int32(NOTHING), jnp.int32(LAST), jnp.int32(0)
     for keys in pieces:
         highest = jnp.maximum(highest, jnp.max(keys))
         lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
         valid += jnp.sum(jnp.where(keys > NOTHING, 1, 0))
-    threshold, reached = largest_threshold(
+    return largest_threshold(
         lambda first, second: count_pair(pieces, first, second),
         lowest,
         valid,
@@ -210,6 +201,19 @@ def pick(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[list[Arr
         budget,
         spare,
     )
+
+
+def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
+    """Exact top-``budget`` of the keys of all pieces; ties go to the earlier position.
+
+    Args:
+        pieces: int32 keys ``[n]`` each; `NOTHING` is never picked.
+        budget: K.
+
+    Returns:
+        A mask for every piece, and the number of keys picked.
+    """
+    threshold, reached = threshold_of(pieces, budget)
 
     def all_reached() -> list[Array]:
         return [keys >= threshold for keys in pieces]
@@ -225,9 +229,8 @@ def pick(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[list[Arr
             seen += jnp.sum(tied)
         return masks
 
-    crowded = reached > budget + spare
-    masks = lax.cond(crowded, break_ties, all_reached)
-    return masks, jnp.where(crowded, budget, reached)
+    masks = lax.cond(reached > budget, break_ties, all_reached)
+    return masks, jnp.minimum(reached, budget)
 
 
 def first_positions(masks: Sequence[Array]) -> list[Array]:

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.types import Candidates
 from pallas_kernels.triton_lib import (
-    LAST,
     Array,
     Ref,
     call,
@@ -55,18 +54,23 @@ def split_candidates(rows: int, budget: int, entries: int, window: int) -> Split
 def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[Array, Array]:
     """Entries of one support below each token, and whether it holds the token."""
     budget = supports_ref.shape[2]
+    wanted = lax.bitcast_convert_type(tokens, jnp.uint32)
+    entry = jnp.maximum(slot, 0)
+    whole = round_up(budget) == budget
 
-    def at(index: Array) -> Array:
-        token = load_at(supports_ref, row, jnp.maximum(slot, 0), jnp.minimum(index, budget - 1))
-        return jnp.where((token < 0) | (slot < 0) | (index >= budget), LAST, token)
+    def at(index: Array) -> Array:  # unsigned, so that an empty slot, -1, sorts last
+        mask = None if whole else index < budget
+        token = load_at(supports_ref, row, entry, index, mask=mask, other=None if whole else -1)
+        return lax.bitcast_convert_type(token, jnp.uint32)
 
     below = jnp.zeros(tokens.shape, jnp.int32)
     step = round_up(budget) // 2
     while step:
-        below = jnp.where(at(below + (step - 1)) < tokens, below + step, below)
+        below = jnp.where(at(below + (step - 1)) < wanted, below + step, below)
         step //= 2
     last = at(below)
-    return jnp.where(last < tokens, below + 1, below), last == tokens
+    below = jnp.where(last < wanted, below + 1, below)
+    return jnp.where(slot < 0, 0, below), (last == wanted) & (slot >= 0)
 
 
 def _score_keys(
@@ -128,8 +132,7 @@ def score_candidates(
         token = load_at(
             supports_ref, row, jnp.maximum(slot, 0), position, mask=inside & (slot >= 0), other=-1
         )
-        token = jnp.where(token < 0, LAST, token)
-        drop = (token >= start) | ~inside
+        drop = (token < 0) | (token >= start)
         rank = position
         for r in range(1, entries):
             other = mine + r
@@ -137,7 +140,7 @@ def score_candidates(
             below, found = _search(supports_ref, row, _choose(other, slots), token)
             earlier = other < mine
             drop |= earlier & found
-            through = jnp.where(token == LAST, budget, below + jnp.where(found, 1, 0))
+            through = jnp.where(token < 0, budget, below + jnp.where(found, 1, 0))
             rank += jnp.where(earlier, through, below)
         token = jnp.where(drop, -1, token)
         scores = _score_keys(q_ref, keys_ref, row, group, token, ~drop)

@@ -1,13 +1,11 @@
-"""Exact support as two Triton kernels: a scan of the keys, and a selection that reads few scores.
+"""Exact support as three Triton kernels: nothing is sorted, and few scores are read twice.
 
-The scan multiplies a tile of keys with all the queries that share a key-value head, and writes the
-scores and the largest score of every block of `block_tokens` keys.
-
-The selection rests on this: ranked by largest score, ties to the lower block, the first K blocks
-hold the K best keys. (Let a key lie in another block. Each of the K blocks has a key that scores
-higher, or that scores the same and comes earlier.) So the K-th largest of the blocks' largest
-scores is a certified lower bound of the K-th score; only K blocks are read again, the keys in them
-that reach the bound are few, and an exact selection among those is cheap. Nothing is sorted.
+1. The scan multiplies tiles of keys with all the queries that share a key-value head. It writes
+   the scores, and the largest score of every block of keys.
+2. The filter finds a score that the largest scores of at least K blocks reach, by counting. At
+   least K keys reach it, so it is a lower bound of the K-th score. Programs split the keys and
+   list those that reach it: some more than K.
+3. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
 """
 
 from typing import NamedTuple
@@ -18,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.select.triton import pad_support
+from pallas_kernels.select.triton import pad_support, write_picked
 from pallas_kernels.triton_lib import (
     LAST,
     NOTHING,
@@ -29,49 +27,47 @@ from pallas_kernels.triton_lib import (
     check,
     count_pair,
     finite_scores,
-    key_score,
     largest_threshold,
     load_at,
     order_key,
-    pick,
     round_up,
     store_at,
+    threshold_of,
 )
 
-_MOST_BLOCKS = 8192
-_CHUNK = 2048
-_FILTERED = 8192
-
-
-def block_tokens(stored: int) -> int:
-    """Keys of a block, a power of two: few blocks, and few keys in K of them."""
-    return max(8, round_up(-(-stored // _MOST_BLOCKS)))
-
-
-def spare_blocks(budget: int) -> int:
-    """How many more than K blocks a selection may read again, to end its search sooner."""
-    return max(1, budget // 8)
+_FILTERED = 4096
+"""Keys that a program of the filter holds."""
+_SURVIVORS = 2048
+"""Listed keys that a selection holds in registers; with more it reads them again and again."""
 
 
 class Scan(NamedTuple):
-    """How a scan is split over programs.
+    """How a scan and its filter are split over programs.
 
     Attributes:
+        block: keys that share a largest score.
         tile: keys that a program multiplies at a time.
         tiles: tiles of a program.
         programs: programs of a key-value head.
         warps: of a program.
         stages: of the pipeline that loads tiles.
+        stretch: keys that a program of the filter reads.
+        stretches: programs of the filter for a query.
     """
 
+    block: int
     tile: int
     tiles: int
     programs: int
     warps: int
     stages: int
+    stretch: int
+    stretches: int
 
     @classmethod
-    def of(cls, groups: int, each: int, stored: int, dim: int, dtype: jnp.dtype) -> "Scan":
+    def of(
+        cls, groups: int, each: int, stored: int, dim: int, dtype: jnp.dtype, budget: int
+    ) -> "Scan":
         """Enough programs to fill a GPU several times, if the keys are enough.
 
         Args:
@@ -80,11 +76,41 @@ class Scan(NamedTuple):
             stored: S.
             dim: D.
             dtype: of the keys.
+            budget: K.
         """
-        held = 32768 // (round_up(dim) * dtype.itemsize)
-        tile = max(block_tokens(stored), min(128, max(16, held)))
+        check(dim <= 256, "up to 256 dimensions")
+        check(each <= 64, "up to 64 queries a key-value head")
+        blocks = max(1024, 2 * round_up(budget))
+        block = min(128, max(8, round_up(-(-stored // blocks))))
+        check(-(-stored // block) <= 2**14, "up to 2,097,152 stored tokens")
+        held = 16384 // (round_up(dim) * dtype.itemsize)
+        tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
-        return cls(tile, tiles, -(-stored // (tile * tiles)), 4 if each <= 16 else 8, 3)
+        stretch = max(_FILTERED, round_up(-(-stored // 32)))
+        return cls(
+            block=block,
+            tile=tile,
+            tiles=tiles,
+            programs=-(-stored // (tile * tiles)),
+            warps=4 if each <= 16 else 8,
+            stages=3,
+            stretch=stretch,
+            stretches=-(-stored // stretch),
+        )
+
+    def outputs(self, rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
+        """What `scan_keys` writes: scores, and the largest of every block."""
+        return [
+            jax.ShapeDtypeStruct((rows, stored), jnp.float32),
+            jax.ShapeDtypeStruct((rows, -(-stored // self.block)), jnp.float32),
+        ]
+
+    def lists(self, rows: int) -> list[jax.ShapeDtypeStruct]:
+        """What `filter_keys` writes: tokens of every stretch, and their numbers."""
+        return [
+            jax.ShapeDtypeStruct((rows, self.stretches * self.stretch), jnp.int32),
+            jax.ShapeDtypeStruct((rows, self.stretches), jnp.int32),
+        ]
 
 
 def scan_keys(
@@ -101,7 +127,7 @@ def scan_keys(
     dim = q_ref.shape[1]
     tile, tiles = split.tile, split.tiles
     groups, stored, _ = keys_ref.shape
-    block = block_tokens(stored)
+    block = split.block
     each = q_ref.shape[0] // groups
     lane = lax.iota(jnp.int32, max(16, round_up(each)))
     rows = group * each + lane
@@ -163,137 +189,193 @@ def scan_keys(
         lax.fori_loop(0, jnp.minimum(tiles, left), body, jnp.int32(0))
 
 
-def select_blocks(
+def filter_keys(
     all_scores_ref: Ref,  # [BH, S]
     highest_ref: Ref,  # [BH, S / block]
-    blocks_ref: Ref,  # [BH, K + spare] scratch
-    tokens_ref: Ref,  # [BH, M] scratch
-    keys_ref: Ref,  # [BH, M] scratch
+    tokens_ref: Ref,  # [BH, P * stretch]
+    counts_ref: Ref,  # [BH, P]
+    row: Array,
+    program: Array,
+    length: Array,
+    split: Scan,
+    budget: int,
+) -> None:
+    """Lists the keys of one stretch that may be among the K best of one query."""
+    start = program * split.stretch
+
+    @pl.when(start >= length)
+    def _() -> None:
+        counts_ref[row, program] = 0
+
+    @pl.when(start < length)
+    def _() -> None:
+        lane = lax.iota(jnp.int32, round_up(highest_ref.shape[1]))
+        highest = load_at(
+            highest_ref,
+            row,
+            lane,
+            mask=lane < (length + (split.block - 1)) // split.block,
+            other=-float("inf"),
+        )
+        bound, reached = threshold_of([order_key(highest)], budget, spare=max(1, budget // 4))
+        bound = jnp.where(reached < budget, NOTHING + 1, bound)
+
+        def keep(i: Array, kept: Array) -> Array:
+            token = start + i * _FILTERED + lax.iota(jnp.int32, _FILTERED)
+            score = load_at(all_scores_ref, row, token, mask=token < length, other=-float("inf"))
+            reach = order_key(score) >= bound
+            ones = jnp.where(reach, 1, 0)
+            place = start + kept + jnp.cumsum(ones) - 1
+            store_at(tokens_ref, token, row, place, mask=reach)
+            return kept + jnp.sum(ones)
+
+        counts_ref[row, program] = lax.fori_loop(0, split.stretch // _FILTERED, keep, jnp.int32(0))
+
+
+def select_listed(
+    all_scores_ref: Ref,  # [BH, S]
+    tokens_ref: Ref,  # [BH, P * stretch]
+    counts_ref: Ref,  # [BH, P]
+    starts_ref: Ref,  # [BH, P] scratch
     support_ref: Ref,  # [BH, K]
     scores_ref: Ref,  # [BH, K]
     row: Array,
-    length: Array,
+    split: Scan,
 ) -> None:
-    """Exact top-K of one head from what `scan_keys` wrote."""
+    """Exact top-K of one query among the keys that `filter_keys` listed."""
     budget = support_ref.shape[1]
-    number = highest_ref.shape[1]
-    block = block_tokens(all_scores_ref.shape[1])
-
-    lane = lax.iota(jnp.int32, round_up(number))
-    highest = load_at(
-        highest_ref, row, lane, mask=lane < (length + (block - 1)) // block, other=-float("inf")
-    )
-    highest = order_key(highest)
-    (chosen,), found = pick([highest], budget, spare_blocks(budget))
-    bound = jnp.min(jnp.where(chosen, highest, LAST))
-    bound = jnp.where(found < budget, NOTHING + 1, bound)
-    place = jnp.where(chosen, jnp.cumsum(jnp.where(chosen, 1, 0)) - 1, LAST)
-    store_at(blocks_ref, lane, row, place, mask=chosen)
+    stretches = round_up(split.stretches)
+    part = lax.iota(jnp.int32, stretches)
+    inside = part < split.stretches
+    counts = load_at(counts_ref, row, part, mask=inside, other=0)
+    listed = jnp.sum(counts)
+    store_at(starts_ref, jnp.cumsum(counts) - counts, row, part, mask=inside)
     barrier()
+    lane = lax.iota(jnp.int32, _SURVIVORS)
 
-    chunk = max(block, min(_FILTERED, round_up(budget * block)))
-    lane = lax.iota(jnp.int32, chunk)
+    def load(i: Array) -> tuple[Array, Array]:
+        """Tokens and scores of the i-th part of the concatenated lists."""
+        position = i * _SURVIVORS + lane
+        stretch = jnp.zeros(lane.shape, jnp.int32)
+        step = stretches // 2
+        while step:
+            ahead = stretch + step
+            start = load_at(starts_ref, row, ahead, mask=ahead < split.stretches, other=LAST)
+            stretch = jnp.where(start <= position, ahead, stretch)
+            step //= 2
+        there = position < listed
+        offset = position - load_at(starts_ref, row, stretch)
+        place = stretch * split.stretch + offset
+        token = load_at(tokens_ref, row, place, mask=there, other=0)
+        score = load_at(all_scores_ref, row, token, mask=there, other=-float("inf"))
+        return token, score
 
-    def keep(i: Array, kept: Array) -> Array:
-        position = i * chunk + lane
-        inside = position < found * block
-        token = load_at(blocks_ref, row, position // block, mask=inside, other=0) * block
-        token += position % block
-        inside &= token < length
-        score = load_at(all_scores_ref, row, token, mask=inside, other=-float("inf"))
-        key = order_key(score)
-        reach = key >= bound
-        ones = jnp.where(reach, 1, 0)
-        place = kept + jnp.cumsum(ones) - 1
-        store_at(tokens_ref, token, row, place, mask=reach)
-        store_at(keys_ref, key, row, place, mask=reach)
-        return kept + jnp.sum(ones)
+    @pl.when(listed <= _SURVIVORS)
+    def _() -> None:
+        token, score = load(jnp.int32(0))
+        write_picked([token], [score], support_ref, scores_ref, row)
 
-    kept = lax.fori_loop(0, (found * block + (chunk - 1)) // chunk, keep, jnp.int32(0))
-    barrier()
+    @pl.when(listed > _SURVIVORS)
+    def _() -> None:
+        parts = (listed + (_SURVIVORS - 1)) // _SURVIVORS
 
-    lane = lax.iota(jnp.int32, _CHUNK)
-    chunks = (kept + (_CHUNK - 1)) // _CHUNK
-
-    def load_keys(i: Array) -> Array:
-        position = i * _CHUNK + lane
-        return load_at(keys_ref, row, position, mask=position < kept, other=NOTHING)
-
-    def in_registers() -> tuple[Array, Array]:
-        keys = load_keys(jnp.int32(0))
-        top = jnp.max(keys) + 1
-        return largest_threshold(
-            lambda first, second: count_pair([keys], first, second), bound, kept, top, budget
-        )
-
-    def in_chunks() -> tuple[Array, Array]:
         def count(first: Array, second: Array) -> tuple[Array, Array]:
             def add(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-                one, two = count_pair([load_keys(i)], first, second)
+                one, two = count_pair([order_key(load(i)[1])], first, second)
                 return counts[0] + one, counts[1] + two
 
-            return lax.fori_loop(0, chunks, add, (jnp.int32(0), jnp.int32(0)))
+            return lax.fori_loop(0, parts, add, (jnp.int32(0), jnp.int32(0)))
 
-        top = lax.fori_loop(
-            0, chunks, lambda i, top: jnp.maximum(top, jnp.max(load_keys(i))), jnp.int32(NOTHING)
-        )
-        return largest_threshold(count, bound, kept, top + 1, budget)
+        def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            key = order_key(load(i)[1])
+            lowest = jnp.min(jnp.where(key > NOTHING, key, LAST))
+            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], jnp.max(key))
 
-    threshold, reached = lax.cond(kept <= _CHUNK, in_registers, in_chunks)
+        low, high = lax.fori_loop(0, parts, widen, (jnp.int32(LAST), jnp.int32(NOTHING)))
+        threshold, reached = largest_threshold(count, low, listed, high + 1, budget)
+        above, _ = count(threshold + 1, threshold + 1)
+        room = jnp.where(reached > budget, budget - above, LAST)
 
-    above = lax.fori_loop(
-        0,
-        jnp.where(reached > budget, chunks, 0),
-        lambda i, above: above + jnp.sum(jnp.where(load_keys(i) > threshold, 1, 0)),
-        jnp.int32(0),
-    )
-    room = jnp.where(reached > budget, budget - above, LAST)
+        def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            written, ties = carry
+            token, score = load(i)
+            key = order_key(score)
+            tied = jnp.where(key == threshold, 1, 0)
+            mask = (key > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
+            ones = jnp.where(mask, 1, 0)
+            place = written + jnp.cumsum(ones) - 1
+            store_at(support_ref, token, row, place, mask=mask)
+            store_at(scores_ref, score, row, place, mask=mask)
+            return written + jnp.sum(ones), ties + jnp.sum(tied)
 
-    def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        written, ties = carry
-        key = load_keys(i)
-        token = load_at(tokens_ref, row, i * _CHUNK + lane, mask=key > NOTHING, other=0)
-        tied = jnp.where(key == threshold, 1, 0)
-        mask = (key > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
-        ones = jnp.where(mask, 1, 0)
-        place = jnp.where(mask, written + jnp.cumsum(ones) - 1, budget + lane)
-        store_at(support_ref, token, row, place, mask=mask)
-        store_at(scores_ref, key_score(key), row, place, mask=mask)
-        return written + jnp.sum(ones), ties + jnp.sum(tied)
-
-    written, _ = lax.fori_loop(0, chunks, emit, (jnp.int32(0), jnp.int32(0)))
-    pad_support(support_ref, scores_ref, row, written)
+        written, _ = lax.fori_loop(0, parts, emit, (jnp.int32(0), jnp.int32(0)))
+        pad_support(support_ref, scores_ref, row, written)
 
 
-def scan_outputs(rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
-    """What `scan_keys` writes."""
-    blocks = -(-stored // block_tokens(stored))
-    return [
-        jax.ShapeDtypeStruct((rows, stored), jnp.float32),
-        jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
-    ]
-
-
-def select_scratch(rows: int, stored: int, budget: int) -> list[jax.ShapeDtypeStruct]:
-    """What `select_blocks` works in."""
-    block = block_tokens(stored)
-    blocks = budget + spare_blocks(budget)
-    most = min(blocks, -(-stored // block)) * block
-    return [
-        jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
-        jax.ShapeDtypeStruct((rows, most), jnp.int32),
-        jax.ShapeDtypeStruct((rows, most), jnp.int32),
-    ]
-
-
-def check_scan(dim: int, each: int, stored: int) -> None:
-    """Raises NotImplementedError for sizes that the kernels do not hold."""
-    check(dim <= 256, "up to 256 dimensions")
-    check(each <= 64, "up to 64 queries a key-value head")
-    check(block_tokens(stored) <= 128, "up to 1,048,576 stored tokens")
-
-
+FILTER_WARPS = 8
 SELECT_WARPS = 8
+
+
+def run_scan(
+    q: jax.Array, keys: jax.Array, lengths: jax.Array, split: Scan
+) -> tuple[jax.Array, jax.Array]:
+    """Scores ``[BH, S]`` and largest scores ``[BH, S / block]``, as `scan_keys` writes them."""
+    groups = keys.shape[0]
+
+    def kernel(
+        q_ref: Ref,  # [BH, D]
+        keys_ref: Ref,  # [BG, S, D]
+        lengths_ref: Ref,  # [BH]
+        scores_ref: Ref,  # [BH, S]
+        highest_ref: Ref,  # [BH, S / block]
+    ) -> None:
+        group, program = pl.program_id(0), pl.program_id(1)
+        scan_keys(q_ref, keys_ref, lengths_ref, scores_ref, highest_ref, group, program, split)
+
+    return call(
+        kernel,
+        name="exact_scan",
+        grid=(groups, split.programs),
+        outputs=split.outputs(q.shape[0], keys.shape[1]),
+        warps=split.warps,
+        stages=split.stages,
+    )(q, keys, lengths)
+
+
+def run_filter(
+    scores: jax.Array, highest: jax.Array, lengths: jax.Array, split: Scan, budget: int
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens ``[BH, P * stretch]`` and their numbers ``[BH, P]``, as `filter_keys` writes them."""
+    rows = lengths.shape[0]
+
+    def kernel(
+        all_scores_ref: Ref,  # [BH, S]
+        highest_ref: Ref,  # [BH, S / block]
+        lengths_ref: Ref,  # [BH]
+        tokens_ref: Ref,  # [BH, P * stretch]
+        counts_ref: Ref,  # [BH, P]
+    ) -> None:
+        row, program = pl.program_id(0), pl.program_id(1)
+        length = lengths_ref[row]
+        filter_keys(
+            all_scores_ref,
+            highest_ref,
+            tokens_ref,
+            counts_ref,
+            row,
+            program,
+            length,
+            split,
+            budget,
+        )
+
+    return call(
+        kernel,
+        name="exact_filter",
+        grid=(rows, split.stretches),
+        outputs=split.lists(rows),
+        warps=FILTER_WARPS,
+    )(scores, highest, lengths)
 
 
 def exact_rows(
@@ -312,77 +394,50 @@ def exact_rows(
     """
     rows, dim = q.shape
     groups, stored, _ = keys.shape
-    check_scan(dim, rows // groups, stored)
-    split = Scan.of(groups, rows // groups, stored, dim, keys.dtype)
-
-    def scan(
-        q_ref: Ref,  # [BH, D]
-        keys_ref: Ref,  # [BG, S, D]
-        lengths_ref: Ref,  # [BH]
-        scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
-    ) -> None:
-        scan_keys(
-            q_ref,
-            keys_ref,
-            lengths_ref,
-            scores_ref,
-            highest_ref,
-            pl.program_id(0),
-            pl.program_id(1),
-            split,
-        )
+    split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
 
     def select(
         all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
+        tokens_ref: Ref,  # [BH, P * stretch]
+        counts_ref: Ref,  # [BH, P]
         lengths_ref: Ref,  # [BH]
         support_ref: Ref,  # [BH, K]
         scores_ref: Ref,  # [BH, K]
-        blocks_ref: Ref,  # [BH, K + spare] scratch
-        tokens_ref: Ref,  # [BH, M] scratch
-        candidate_keys_ref: Ref,  # [BH, M] scratch
+        starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row = pl.program_id(0)
         length = lengths_ref[row]
 
         @pl.when(length > 0)
         def _() -> None:
-            select_blocks(
+            select_listed(
                 all_scores_ref,
-                highest_ref,
-                blocks_ref,
                 tokens_ref,
-                candidate_keys_ref,
+                counts_ref,
+                starts_ref,
                 support_ref,
                 scores_ref,
                 row,
-                length,
+                split,
             )
 
         @pl.when(length <= 0)
         def _() -> None:
             pad_support(support_ref, scores_ref, row, jnp.int32(0))
 
-    scores, highest = call(
-        scan,
-        name="exact_scan",
-        grid=(groups, split.programs),
-        outputs=scan_outputs(rows, stored),
-        warps=split.warps,
-        stages=split.stages,
-    )(q, keys, lengths)
-    support, kept, *_ = call(
+    scores, highest = run_scan(q, keys, lengths, split)
+    tokens, counts = run_filter(scores, highest, lengths, split, budget)
+    support, kept, _ = call(
         select,
         name="exact_select",
         grid=(rows,),
         outputs=[
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
-            *select_scratch(rows, stored, budget),
+            jax.ShapeDtypeStruct((rows, split.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,
-    )(scores, highest, lengths)
+    )(scores, tokens, counts, lengths)
     return support, kept
 
 

@@ -58,9 +58,7 @@ def full_attention(
             inside = valid[:, None] & (d < dim)[None, :]
             k = load_at(keys_ref, group, token[:, None], d[None, :], mask=inside, other=0.0)
             v = load_at(values_ref, group, token[:, None], d[None, :], mask=inside, other=0.0)
-            scores = finite_scores(
-                plt.dot(q, k.T, precision=precision), dim**-0.5, valid[None, :]
-            )
+            scores = finite_scores(plt.dot(q, k.T, precision=precision), dim**-0.5, valid[None, :])
             new_best = jnp.maximum(best, jnp.max(scores, axis=1))
             shift = jnp.where(new_best > -float("inf"), new_best, 0.0)
             weights = jnp.exp(scores - shift[:, None])

@@ -1,5 +1,7 @@
 """Select as a Triton kernel: one program a head finds the K-th score and writes what reaches it."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,6 +45,24 @@ def pad_support(
         store_at(scores_ref, jnp.full(k.shape, -float("inf"), jnp.float32), row, k, mask=empty)
 
 
+def write_picked(
+    tokens: Sequence[Array],
+    scores: Sequence[Array],
+    support_ref: Ref,  # [BH, K]
+    scores_ref: Ref,  # [BH, K]
+    row: Array,
+) -> None:
+    """Writes the support of one head, chosen from ascending tokens with their scores."""
+    budget = support_ref.shape[1]
+    masks, picked = pick([order_key(s) for s in scores], budget)
+    for mask, place, token, score in zip(
+        masks, first_positions(masks), tokens, scores, strict=True
+    ):
+        store_at(support_ref, token, row, place, mask=mask)
+        store_at(scores_ref, score, row, place, mask=mask)
+    pad_support(support_ref, scores_ref, row, picked)
+
+
 def select_slots(
     ids_ref: Ref,  # [BH, N]
     candidate_scores_ref: Ref,  # [BH, N]
@@ -53,26 +73,17 @@ def select_slots(
     tail: int,
 ) -> Array:
     """Selects among the slots of one head; returns how many hold a token."""
-    total, budget = ids_ref.shape[1], support_ref.shape[1]
-    ids, scores, slots = [], [], []
-    for start, size in pieces_of(total, tail):
+    tokens, scores = [], []
+    for start, size in pieces_of(ids_ref.shape[1], tail):
         lane = lax.iota(jnp.int32, round_up(size))
-        slots.append(start + lane)
         inside = lane < size
-        ids.append(load_at(ids_ref, row, start + lane, mask=inside, other=-1))
+        tokens.append(load_at(ids_ref, row, start + lane, mask=inside, other=-1))
         scores.append(
             load_at(candidate_scores_ref, row, start + lane, mask=inside, other=-float("inf"))
         )
-    masks, picked = pick([order_key(s) for s in scores], budget)
-    for mask, place, slot, token, score in zip(
-        masks, first_positions(masks), slots, ids, scores, strict=True
-    ):
-        place = jnp.where(mask, place, budget + slot)
-        store_at(support_ref, token, row, place, mask=mask)
-        store_at(scores_ref, score, row, place, mask=mask)
-    pad_support(support_ref, scores_ref, row, picked)
+    write_picked(tokens, scores, support_ref, scores_ref, row)
     unique = jnp.int32(0)
-    for token in ids:
+    for token in tokens:
         unique += jnp.sum(jnp.where(token >= 0, 1, 0))
     return unique
 

@@ -29,15 +29,13 @@ def attend_support(
     width = round_up(dim) // pieces
     group = row // (heads // values_ref.shape[0])
     lane = lax.iota(jnp.int32, round_up(budget))
-    scores = load_at(scores_ref, row, lane, mask=lane < budget, other=-float("inf"))
-    best = jnp.max(scores)
+    best = jnp.max(load_at(scores_ref, row, lane, mask=lane < budget, other=-float("inf")))
     best = jnp.where(best > -float("inf"), best, 0.0)
-    total = jnp.sum(jnp.exp(scores - best))
-    total = jnp.where(total > 0.0, total, 1.0)
     d = split * width + lax.iota(jnp.int32, width)
     block = min(round_up(budget), max(16, 32768 // width))
 
-    def add(i: Array, out: Array) -> Array:
+    def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, total = carry
         k = i * block + lax.iota(jnp.int32, block)
         token = load_at(support_ref, row, k, mask=k < budget, other=-1)
         score = load_at(scores_ref, row, k, mask=k < budget, other=-float("inf"))
@@ -49,10 +47,14 @@ def attend_support(
             mask=(token >= 0)[:, None] & (d < dim)[None, :],
             other=0.0,
         )
-        weights = jnp.exp(score - best) / total
-        return out + jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0)
+        weights = jnp.exp(score - best)
+        out += jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0)
+        return out, total + jnp.sum(weights)
 
-    out = lax.fori_loop(0, -(-budget // block), add, jnp.zeros((width,), jnp.float32))
+    out, total = lax.fori_loop(
+        0, -(-budget // block), add, (jnp.zeros((width,), jnp.float32), jnp.float32(0.0))
+    )
+    out /= jnp.where(total > 0.0, total, 1.0)
     store_at(out_ref, out.astype(out_ref.dtype), row, d, mask=d < dim)
 
 
