@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the name and the benchmark's own arguments; None for those of the process.
     """
-    name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help"):
         print("python -m benchmarks NAME [arguments]; NAME --help says what a benchmark takes\n")
         width = max(map(len, BENCHMARKS))
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     enable_compilation_cache()
     try:
-        importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(rest[:-1])
+        importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(rest)
     except (RetopkError, ModelError) as error:
         print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2

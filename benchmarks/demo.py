@@ -134,10 +134,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def hide(tokenizer: TextTokenizer, text: str) -> Prompt:
-    """The conversation that asks for a fact hidden before the middle paragraph of a text."""
-    paragraphs = text.strip().split("\n\n")
-    middle = len(paragraphs) // 2
-    story = "\n\n".join([*paragraphs[:middle], FACT, *paragraphs[middle:]])
+    """The conversation that asks for a fact hidden between two paragraphs, nearest the middle."""
+    text = text.strip()
+    breaks = [at for at in range(len(text)) if text.startswith("\n\n", at)]
+    middle = min(breaks, key=lambda at: abs(at - len(text) // 2), default=len(text))
+    story = f"{text[:middle]}\n\n{FACT}{text[middle:]}"
     message = f"{TASK}\n\n{story}\n\n{QUESTION}"
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": message}])
     encoding = tokenizer.backend.encode(rendered, add_special_tokens=False)
