@@ -6,10 +6,9 @@ remembered entries, no similarity fallback (tau = -1), no recent window, no sche
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.arguments import fill, make_parser, result_path
+from benchmarks.evidence.arguments import console, fill, make_parser, result_path
 from benchmarks.evidence.experiment import (
     against_exact,
     against_full,
@@ -96,6 +95,5 @@ def print_table(rows: Sequence[dict], path: object) -> None:
             "" if not unique else f"{unique:.0f}",
             "" if speed is None else f"{speed:.2f}x",
         )
-    console = Console()
-    console.print(table)
-    console.print(f"Written to {path}")
+    console().print(table)
+    console().print(f"Written to {path}")

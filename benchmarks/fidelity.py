@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.arguments import fill, make_parser, result_path
+from benchmarks.evidence.arguments import console, fill, make_parser, result_path
 from benchmarks.evidence.experiment import rows_of, score_scene, set_scene
 from benchmarks.evidence.measured import (
     EDGES,
@@ -115,14 +114,13 @@ def main(argv: Sequence[str]) -> None:
                     )
                 ),
             )
-    console = Console()
-    console.print(table)
+    console().print(table)
     for row in rows:
-        console.print(
+        console().print(
             f"{row['label']}: at least one head of a KV group falls back in "
             f"{row['groups_with_fallback']:.1%} of group-steps"
         )
-    console.print(f"Written to {path}")
+    console().print(f"Written to {path}")
 
 
 def fidelity_of(sums: np.ndarray, groups: np.ndarray) -> dict[str, Any]:

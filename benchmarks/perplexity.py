@@ -6,10 +6,9 @@ All methods of a run continue from one prefill of each batch of documents. Items
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.arguments import fill, make_parser, result_path
+from benchmarks.evidence.arguments import console, fill, make_parser, result_path
 from benchmarks.evidence.experiment import (
     against_exact,
     against_full,
@@ -57,9 +56,8 @@ def main(argv: Sequence[str]) -> None:
             "" if shares is None else f"{shares['reuse']:.1%}",
             f"{row['step_milliseconds']:.2f}",
         )
-    console = Console()
-    console.print(table)
-    console.print(f"Written to {path}")
+    console().print(table)
+    console().print(f"Written to {path}")
 
 
 def interval(difference: dict[str, float] | None) -> str:

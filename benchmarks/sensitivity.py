@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.arguments import fill, make_parser, result_path
+from benchmarks.evidence.arguments import console, fill, make_parser, result_path
 from benchmarks.evidence.experiment import (
     against_exact,
     against_full,
@@ -105,9 +104,8 @@ def main(argv: Sequence[str]) -> None:
             f"{row['mean_candidates']:.0f}" if "mean_candidates" in row else "",
             "" if speed is None else f"{speed:.2f}x",
         )
-    console = Console()
-    console.print(table)
-    console.print(f"Written to {path}")
+    console().print(table)
+    console().print(f"Written to {path}")
 
 
 def setting_variants(

@@ -9,5 +9,7 @@ BENCHMARKS = {
     "fidelity": "supports and outputs beside exact ones, per layer and head",
     "ablation": "ReTopK without one of its components at a time",
     "sensitivity": "ReTopK with one setting changed at a time",
+    "long_horizon": "long continuations: error along them, and ReTopK with an Exact shadow",
+    "transfer": "the default configuration on several models, side by side",
 }
 """Module name and what it measures; imported only when it is run."""

@@ -5,13 +5,14 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from benchmarks.evidence.documents import Documents, cut_documents, load_documents
 from benchmarks.evidence.smoke_model import smoke_model
@@ -183,11 +184,12 @@ class Progress:
         print(f"[{self._done}/{self._total}] {what} ({note})", file=sys.stderr, flush=True)
 
 
+def console() -> Console:
+    """Where results are shown: as wide as the terminal, and wide enough where there is none."""
+    shown = Console(highlight=False)
+    return shown if shown.is_terminal else Console(width=160, highlight=False)
+
+
 def result_path(args: argparse.Namespace, name: str) -> Path:
     """File of a result."""
     return args.out / (f"{name}-{args.tag}.json" if args.tag else f"{name}.json")
-
-
-def plain(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Arguments as a result holds them."""
-    return {name: getattr(args, name) for name in names}
