@@ -11,5 +11,7 @@ BENCHMARKS = {
     "sensitivity": "ReTopK with one setting changed at a time",
     "long_horizon": "long continuations: error along them, and ReTopK with an Exact shadow",
     "transfer": "the default configuration on several models, side by side",
+    "niah": "facts hidden in a long text, RULER's tasks, every method",
+    "longbench": "questions about long texts, from files in LongBench's format",
 }
 """Module name and what it measures; imported only when it is run."""
