@@ -6,7 +6,7 @@ Triton has; lanes beyond the true size are masked.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,70 +177,59 @@ def largest_threshold(
     return low, count_low
 
 
-def count_pair(pieces: Sequence[Array], first: Array, second: Array) -> tuple[Array, Array]:
-    """Numbers of keys of all pieces at or above two probes, in one reduction (below 2**15 keys)."""
-    packed = jnp.int32(0)
-    for keys in pieces:
-        hits = jnp.where(keys >= first, 1, 0) + jnp.where(keys >= second, 1 << 16, 0)
-        packed += jnp.sum(hits)
+def count_pair(keys: Array, first: Array, second: Array) -> tuple[Array, Array]:
+    """Numbers of keys at or above two probes, in one reduction (of fewer than 2**15 keys)."""
+    hits = jnp.where(keys >= first, 1, 0) + jnp.where(keys >= second, 1 << 16, 0)
+    packed = jnp.sum(hits)
     return packed & 0xFFFF, packed >> 16
 
 
-def threshold_of(pieces: Sequence[Array], budget: int, spare: int = 0) -> tuple[Array, Array]:
-    """`largest_threshold` of the keys of all pieces above `NOTHING`."""
-    highest, lowest, valid = jnp.int32(NOTHING), jnp.int32(LAST), jnp.int32(0)
-    for keys in pieces:
-        highest = jnp.maximum(highest, jnp.max(keys))
-        lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
-        valid += jnp.sum(jnp.where(keys > NOTHING, 1, 0))
-    return largest_threshold(
-        lambda first, second: count_pair(pieces, first, second),
+class Picked(NamedTuple):
+    """The best of some keys.
+
+    Attributes:
+        mask: which keys.
+        number: how many.
+        highest: the largest key.
+    """
+
+    mask: Array
+    number: Array
+    highest: Array
+
+
+def threshold_of(keys: Array, budget: int, spare: int = 0) -> tuple[Array, Array, Array]:
+    """`largest_threshold` of the keys above `NOTHING`, and the largest key."""
+    highest = jnp.max(keys)
+    lowest = jnp.min(jnp.where(keys > NOTHING, keys, LAST))
+    valid = jnp.sum(jnp.where(keys > NOTHING, 1, 0))
+    threshold, reached = largest_threshold(
+        lambda first, second: count_pair(keys, first, second),
         lowest,
         valid,
         highest + 1,
         budget,
         spare,
     )
+    return threshold, reached, highest
 
 
-def pick(pieces: Sequence[Array], budget: int) -> tuple[list[Array], Array]:
-    """Exact top-``budget`` of the keys of all pieces; ties go to the earlier position.
+def pick(keys: Array, budget: int) -> Picked:
+    """Exact top-``budget`` of int32 keys ``[n]``, never `NOTHING`; ties to the earlier position."""
+    threshold, reached, highest = threshold_of(keys, budget)
 
-    Args:
-        pieces: int32 keys ``[n]`` each; `NOTHING` is never picked.
-        budget: K.
+    def break_ties() -> Array:
+        above = jnp.sum(jnp.where(keys > threshold, 1, 0))
+        tied = jnp.where(keys == threshold, 1, 0)
+        return (keys > threshold) | ((tied > 0) & (above + jnp.cumsum(tied) <= budget))
 
-    Returns:
-        A mask for every piece, and the number of keys picked.
-    """
-    threshold, reached = threshold_of(pieces, budget)
-
-    def all_reached() -> list[Array]:
-        return [keys >= threshold for keys in pieces]
-
-    def break_ties() -> list[Array]:
-        above = jnp.int32(0)
-        for keys in pieces:
-            above += jnp.sum(jnp.where(keys > threshold, 1, 0))
-        masks, seen = [], above
-        for keys in pieces:
-            tied = jnp.where(keys == threshold, 1, 0)
-            masks.append((keys > threshold) | ((tied > 0) & (seen + jnp.cumsum(tied) <= budget)))
-            seen += jnp.sum(tied)
-        return masks
-
-    masks = lax.cond(reached > budget, break_ties, all_reached)
-    return masks, jnp.minimum(reached, budget)
+    mask = lax.cond(reached > budget, break_ties, lambda: keys >= threshold)
+    return Picked(mask, jnp.minimum(reached, budget), highest)
 
 
-def first_positions(masks: Sequence[Array]) -> list[Array]:
-    """Position of every set lane among the set lanes of all pieces."""
-    positions, offset = [], jnp.int32(0)
-    for mask in masks:
-        ones = jnp.where(mask, 1, 0)
-        positions.append(offset + jnp.cumsum(ones) - 1)
-        offset += jnp.sum(ones)
-    return positions
+def positions_of(mask: Array) -> Array:
+    """Position of every set lane among the set lanes."""
+    return jnp.cumsum(jnp.where(mask, 1, 0)) - 1
 
 
 def warps_for(elements: int, *, each: int, least: int = 1, most: int = 16) -> int:

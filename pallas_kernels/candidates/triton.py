@@ -171,8 +171,7 @@ def score_candidates(
 def check_candidates(dim: int, entries: int, budget: int, window: int) -> None:
     """Raises NotImplementedError for sizes that the selection after it does not hold."""
     check(dim <= 256, "up to 256 dimensions")
-    slots = round_up(entries * budget) + round_up(window)
-    check(slots < 2**15, "fewer than 32,768 candidate slots")
+    check(round_up(entries * budget + window) < 2**15, "up to 16,384 candidate slots")
 
 
 def candidates(

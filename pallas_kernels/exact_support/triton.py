@@ -46,6 +46,7 @@ class Scan(NamedTuple):
 
     Attributes:
         block: keys that share a largest score.
+        merged: blocks that the filter takes as one.
         tile: keys that a program multiplies at a time.
         tiles: tiles of a program.
         programs: programs of a key-value head.
@@ -56,6 +57,7 @@ class Scan(NamedTuple):
     """
 
     block: int
+    merged: int
     tile: int
     tiles: int
     programs: int
@@ -80,15 +82,17 @@ class Scan(NamedTuple):
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
-        blocks = max(1024, 2 * round_up(budget))
-        block = min(128, max(8, round_up(-(-stored // blocks))))
-        check(-(-stored // block) <= 2**14, "up to 2,097,152 stored tokens")
+        blocks = max(1024, 2 * round_up(budget))  # enough for a tight bound
+        wide = max(8, round_up(-(-stored // blocks)))
+        block = min(32, wide)  # in the scan: held by one warp
+        check(-(-stored // block) < 2**15, "up to 1,048,575 stored tokens")
         held = 16384 // (round_up(dim) * dtype.itemsize)
         tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
-        stretch = max(_FILTERED, round_up(-(-stored // 32)))
+        stretch = max(_FILTERED, round_up(-(-stored // max(1, 512 // (groups * each)))))
         return cls(
             block=block,
+            merged=min(8, wide // block),
             tile=tile,
             tiles=tiles,
             programs=-(-stored // (tile * tiles)),
@@ -217,7 +221,8 @@ def filter_keys(
             mask=lane < (length + (split.block - 1)) // split.block,
             other=-float("inf"),
         )
-        bound, reached = threshold_of([order_key(highest)], budget, spare=max(1, budget // 4))
+        highest = jnp.max(highest.reshape(-1, split.merged), axis=1)
+        bound, reached, _ = threshold_of(order_key(highest), budget, spare=max(1, budget // 4))
         bound = jnp.where(reached < budget, NOTHING + 1, bound)
 
         def keep(i: Array, kept: Array) -> Array:
@@ -273,7 +278,7 @@ def select_listed(
     @pl.when(listed <= _SURVIVORS)
     def _() -> None:
         token, score = load(jnp.int32(0))
-        write_picked([token], [score], support_ref, scores_ref, row)
+        write_picked(token, score, support_ref, scores_ref, row)
 
     @pl.when(listed > _SURVIVORS)
     def _() -> None:
@@ -281,7 +286,7 @@ def select_listed(
 
         def count(first: Array, second: Array) -> tuple[Array, Array]:
             def add(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-                one, two = count_pair([order_key(load(i)[1])], first, second)
+                one, two = count_pair(order_key(load(i)[1]), first, second)
                 return counts[0] + one, counts[1] + two
 
             return lax.fori_loop(0, parts, add, (jnp.int32(0), jnp.int32(0)))

@@ -226,12 +226,12 @@ def retopk_step(
 
             @pl.when(reuse_length > 0)
             def _() -> None:
-                unique = select_slots(
-                    ids_ref, candidate_scores_ref, support_ref, scores_ref, row, tail=window
+                best, unique = select_slots(
+                    ids_ref, candidate_scores_ref, support_ref, scores_ref, row
                 )
                 barrier()
                 attend_support(
-                    support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces
+                    support_ref, scores_ref, values_ref, out_ref, row, split, best, pieces=pieces
                 )
 
                 @pl.when(split == 0)
@@ -327,7 +327,11 @@ def retopk_step(
                 scan,
             )
             barrier()
-            attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+            k = lax.iota(jnp.int32, round_up(budget))
+            best = jnp.max(load_at(scores_ref, row, k, mask=k < budget, other=-float("inf")))
+            attend_support(
+                support_ref, scores_ref, values_ref, out_ref, row, split, best, pieces=pieces
+            )
 
             @pl.when(split == 0)
             def _() -> None:

@@ -1,7 +1,5 @@
 """Select as a Triton kernel: one program a head finds the K-th score and writes what reaches it."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,20 +10,15 @@ from pallas_kernels.triton_lib import (
     Ref,
     call,
     check,
-    first_positions,
+    key_score,
     load_at,
     order_key,
     pick,
+    positions_of,
     round_up,
     store_at,
     warps_for,
 )
-
-
-def pieces_of(total: int, tail: int) -> list[tuple[int, int]]:
-    """Start and true size of the parts that a program holds: a tail of its own pads far less."""
-    sizes = [(0, total - tail), (total - tail, tail)]
-    return [(start, size) for start, size in sizes if size]
 
 
 def pad_support(
@@ -46,21 +39,19 @@ def pad_support(
 
 
 def write_picked(
-    tokens: Sequence[Array],
-    scores: Sequence[Array],
+    tokens: Array,
+    scores: Array,
     support_ref: Ref,  # [BH, K]
     scores_ref: Ref,  # [BH, K]
     row: Array,
-) -> None:
-    """Writes the support of one head, chosen from ascending tokens with their scores."""
-    budget = support_ref.shape[1]
-    masks, picked = pick([order_key(s) for s in scores], budget)
-    for mask, place, token, score in zip(
-        masks, first_positions(masks), tokens, scores, strict=True
-    ):
-        store_at(support_ref, token, row, place, mask=mask)
-        store_at(scores_ref, score, row, place, mask=mask)
+) -> Array:
+    """Writes the support of one head, chosen from ascending tokens; returns the largest score."""
+    mask, picked, highest = pick(order_key(scores), support_ref.shape[1])
+    place = positions_of(mask)
+    store_at(support_ref, tokens, row, place, mask=mask)
+    store_at(scores_ref, scores, row, place, mask=mask)
     pad_support(support_ref, scores_ref, row, picked)
+    return key_score(highest)
 
 
 def select_slots(
@@ -69,23 +60,14 @@ def select_slots(
     support_ref: Ref,  # [BH, K]
     scores_ref: Ref,  # [BH, K]
     row: Array,
-    *,
-    tail: int,
-) -> Array:
-    """Selects among the slots of one head; returns how many hold a token."""
-    tokens, scores = [], []
-    for start, size in pieces_of(ids_ref.shape[1], tail):
-        lane = lax.iota(jnp.int32, round_up(size))
-        inside = lane < size
-        tokens.append(load_at(ids_ref, row, start + lane, mask=inside, other=-1))
-        scores.append(
-            load_at(candidate_scores_ref, row, start + lane, mask=inside, other=-float("inf"))
-        )
-    write_picked(tokens, scores, support_ref, scores_ref, row)
-    unique = jnp.int32(0)
-    for token in tokens:
-        unique += jnp.sum(jnp.where(token >= 0, 1, 0))
-    return unique
+) -> tuple[Array, Array]:
+    """Selects among the slots of one head; returns the largest score and the tokens there are."""
+    total = ids_ref.shape[1]
+    lane = lax.iota(jnp.int32, round_up(total))
+    tokens = load_at(ids_ref, row, lane, mask=lane < total, other=-1)
+    scores = load_at(candidate_scores_ref, row, lane, mask=lane < total, other=-float("inf"))
+    best = write_picked(tokens, scores, support_ref, scores_ref, row)
+    return best, jnp.sum(jnp.where(tokens >= 0, 1, 0))
 
 
 def select_warps(total: int) -> int:
@@ -96,9 +78,7 @@ def select_warps(total: int) -> int:
 def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.select.select`."""
     batch, heads, total = ids.shape
-    whole = round_up(total)
-    tail = 0 if whole == total else total - whole // 2
-    check(whole <= 2**15 and round_up(tail) <= 2**14, "up to 32,768 candidate slots")
+    check(round_up(total) < 2**15, "up to 16,384 candidate slots")
     rows = batch * heads
 
     def kernel(
@@ -108,7 +88,7 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
         scores_ref: Ref,  # [BH, K]
     ) -> None:
         row = pl.program_id(0)
-        select_slots(ids_ref, candidate_scores_ref, support_ref, scores_ref, row, tail=tail)
+        select_slots(ids_ref, candidate_scores_ref, support_ref, scores_ref, row)
 
     run = call(
         kernel,
