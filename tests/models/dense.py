@@ -56,37 +56,39 @@ def dense_logits(
 
 @partial(jax.jit, static_argnums=0)
 def _step(
-    decoder: TransformerDecoder, params: Any, cache: list[Any], tokens: jax.Array, start: jax.Array
+    decoder: TransformerDecoder,
+    params: Any,
+    cache: list[Any],
+    token: jax.Array,
+    position: jax.Array,
 ) -> tuple[jax.Array, list[Any]]:
-    """Logits of ``tokens`` (``[1, T]``) at positions from ``start`` on, and the grown cache."""
+    """The greedy successor of ``token`` at ``position``, and the grown cache."""
     written = list(cache)
-    positions = start + jnp.arange(tokens.shape[1])
-    slots = jnp.arange(cache[0][0].shape[1])
-    mask = slots[None] <= positions[:, None]
+    mask = jnp.arange(cache[0][0].shape[1])[None] <= position
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+            jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
             for old, new in zip(cache[layer], (k, v), strict=True)
         )
         written[layer] = (keys, values)
         return attention(q, keys, values, mask)
 
-    lengths = positions[-1:] + 1
-    hidden = decoder.hidden(params, tokens, positions[None], lengths, attend)
-    return decoder.logits(params, hidden), written
+    at = position[None, None]
+    hidden = decoder.hidden(params, token[None, None], at, at[0] + 1, attend)
+    return decoder.logits(params, hidden)[0, 0].argmax(), written
 
 
-def greedy(model: CausalLM, prompt: list[int], count: int) -> list[int]:
+def greedy(model: CausalLM, prompt: list[int], count: int, capacity: int = 128) -> list[int]:
     """``count`` tokens of greedy decoding with a key-value cache; ends are not looked for."""
+    assert len(prompt) + count <= capacity
     geometry = model.decoder.geometry
-    shape = (1, len(prompt) + count, geometry.num_kv_heads, geometry.head_dim)
+    shape = (1, capacity, geometry.num_kv_heads, geometry.head_dim)
     cache: list[Any] = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(geometry.num_layers)]
-    new, start, generated = prompt, 0, []
-    for _ in range(count):
-        tokens = jnp.asarray([new], jnp.int32)
-        logits, cache = _step(model.decoder, model.params, cache, tokens, jnp.int32(start))
-        start += len(new)
-        new = [int(logits[0, -1].argmax())]
-        generated += new
-    return generated
+    tokens = list(prompt)
+    for position in range(len(prompt) + count - 1):
+        token = jnp.int32(tokens[position])
+        successor, cache = _step(model.decoder, model.params, cache, token, jnp.int32(position))
+        if position >= len(prompt) - 1:
+            tokens.append(int(successor))
+    return tokens[len(prompt) :]

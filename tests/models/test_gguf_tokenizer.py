@@ -40,7 +40,7 @@ def build(entries: dict[str, Any]) -> TextTokenizer:
 def test_qwen2_equals_that_of_transformers(text):
     entries = metadata("qwen2")
     vocabulary = {token: i for i, token in enumerate(entries["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in entries["tokenizer.ggml.merges"]]
+    merges: Any = [tuple(merge.split(" ")) for merge in entries["tokenizer.ggml.merges"]]
     end = "<|end|>"
     theirs = transformers.Qwen2Tokenizer(
         vocab=vocabulary, merges=merges, unk_token=end, eos_token=end, pad_token=end
@@ -68,6 +68,7 @@ def test_beginning_is_marked_as_the_metadata_says():
 def test_control_tokens_are_special_and_user_defined_ones_are_not():
     tokenizer = build(metadata("smollm"))
     user = tokenizer.backend.token_to_id("<|user|>")
+    assert user is not None
     assert tokenizer.encode("<|start|><|user|>") == [0, user]
     assert tokenizer.decode([0, user, 1]) == "<|user|>"
 
