@@ -25,45 +25,52 @@ def chain_of(out: jax.Array) -> Chain:
 
 
 def step_microseconds(
-    step: Callable[[Chain, Any, int], tuple[Chain, Any]],
-    states: Sequence[Any],
+    step: Callable[[Chain, Any, Any, jax.Array, int], tuple[Chain, Any]],
+    fixed: Sequence[Any],
+    carried: Sequence[Any],
     *,
-    steps: int = 32,
-    rounds: int = 20,
+    steps: int,
+    rounds: int,
     repeats: int = 7,
-) -> float:
+) -> tuple[float, list[Any]]:
     """Median device time of one step in a chain inside one compiled loop.
 
     Args:
-        step: takes the chain, the state of one layer and the number of the step; returns both.
-        states: of several layers, larger together than the L2 cache; steps take them in turn. They
-            are donated.
-        steps: in the body of the loop, so that the loop itself costs little.
+        step: takes the chain, what is fixed and what is carried of one layer, the number of the
+            layer's step so far (traced), and the number of the step in the body of the loop;
+            returns the chain and what is carried.
+        fixed: of several layers, larger together than the L2 cache; steps take them in turn.
+        carried: of the same layers; donated.
+        steps: in the body of the loop, a multiple of the number of layers.
         rounds: of the loop.
         repeats: timed calls; the median is returned.
+
+    Returns:
+        Microseconds, and what is carried at the end.
     """
+    layers = len(fixed)
 
-    def body(_: jax.Array, carry: tuple[Chain, list[Any]]) -> tuple[Chain, list[Any]]:
-        chain, layers = carry
-        layers = list(layers)
-        for i in range(steps):
-            at = i % len(layers)
-            chain, layers[at] = step(chain, layers[at], i)
-        return chain, layers
+    def loop(fixed: Sequence[Any], carried: list[Any]) -> tuple[Chain, list[Any]]:
+        def body(turn: jax.Array, carry: tuple[Chain, list[Any]]) -> tuple[Chain, list[Any]]:
+            chain, states = carry
+            states = list(states)
+            for i in range(steps):
+                at, number = i % layers, turn * (steps // layers) + i // layers
+                chain, states[at] = step(chain, fixed[at], states[at], number, i)
+            return chain, states
 
-    def loop(layers: list[Any]) -> tuple[Chain, list[Any]]:
-        return lax.fori_loop(0, rounds, body, (jnp.float32(0.0), layers))
+        return lax.fori_loop(0, rounds, body, (jnp.float32(0.0), carried))
 
-    run = jax.jit(loop, donate_argnums=0)
-    chain, layers = run(list(states))
+    run = jax.jit(loop, donate_argnums=1)
+    chain, states = run(fixed, list(carried))
     jax.block_until_ready(chain)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        chain, layers = run(layers)
+        chain, states = run(fixed, states)
         jax.block_until_ready(chain)
         times.append(time.perf_counter() - start)
-    return statistics.median(times) / (rounds * steps) * 1e6
+    return statistics.median(times) / (rounds * steps) * 1e6, states
 
 
 def copy_bytes_per_microsecond(gigabytes: float = 2.0) -> float:

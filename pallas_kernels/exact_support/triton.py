@@ -85,7 +85,7 @@ class Scan(NamedTuple):
         blocks = max(1024, 2 * round_up(budget))  # enough for a tight bound
         wide = max(8, round_up(-(-stored // blocks)))
         block = min(32, wide)  # in the scan: held by one warp
-        check(-(-stored // block) < 2**15, "up to 1,048,575 stored tokens")
+        check(-(-stored // block) <= 2**15, "up to 1,048,576 stored tokens")
         held = 16384 // (round_up(dim) * dtype.itemsize)
         tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))

@@ -1,0 +1,148 @@
+"""Random caches and queries on which the attention kernels are timed."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import Chain, after, chain_of, step_microseconds
+from pallas_kernels.prefill_supports import prefill_supports
+from pallas_kernels.recall.reference import normalise
+from pallas_kernels.retopk_step import Remembered, retopk_step
+
+HEADS, GROUPS, DIM = 28, 4, 128
+BUDGET, CAPACITY, ENTRIES, WINDOW = 512, 32, 4, 32
+NOISE = 0.2
+"""Standard deviation of a query around its head's base, relative to it."""
+QUERIES = 40
+"""Queries of a layer before they repeat: more than the ring remembers."""
+MIXTURE = {"reuse": 0.889, "fallback": 0.105, "refresh": 0.006}
+"""Path shares of the source; both of the others scan."""
+REUSE_ALWAYS, SCAN_ALWAYS = -1.0, 2.0
+"""Values of tau that force a path."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """One layer's cache and the queries of its steps.
+
+    Attributes:
+        keys: ``[B, G, S, D]``.
+        values: ``[B, G, S, D]``.
+        queries: ``[T, B, H, D]``.
+        lengths: int32 ``[B]``.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    queries: jax.Array
+    lengths: jax.Array
+
+
+def layers_for(length: int, batch: int) -> int:
+    """Layers so that a step's reads are long out of the L2 cache when they come again."""
+    layer_bytes = 4 * GROUPS * DIM * length * batch
+    return 16 if layer_bytes < 1e8 else 8 if layer_bytes < 1e9 else 4
+
+
+def build(length: int, batch: int) -> tuple[list[Layer], list[Remembered]]:
+    """Layers of random keys, and rings of the exact supports of queries like those to come."""
+    lengths = jnp.full((batch,), length - 5, jnp.int32)
+
+    @partial(jax.jit, static_argnums=1)
+    def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.bfloat16)
+
+    @jax.jit
+    def ring(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        positions = lengths[:, None] - 1 - CAPACITY + jnp.arange(CAPACITY, dtype=jnp.int32)
+        supports = prefill_supports(queries, keys, positions, budget=BUDGET)
+        return normalise(queries)[0].astype(keys.dtype), supports
+
+    layers, rings = [], []
+    for i in range(layers_for(length, batch)):
+        k, v, base, noise = jax.random.split(jax.random.key(i), 4)
+        keys = normal(k, (batch, GROUPS, length, DIM))
+        queries = normal(base, (1, batch, HEADS, DIM))
+        queries += NOISE * normal(noise, (QUERIES + CAPACITY, batch, HEADS, DIM))
+        queries = queries.astype(jnp.bfloat16)
+        layers.append(Layer(keys, normal(v, keys.shape), jnp.asarray(queries[CAPACITY:]), lengths))
+        rings.append(
+            Remembered(
+                *ring(jnp.moveaxis(queries[:CAPACITY], 0, 2), keys),
+                jnp.full((batch,), CAPACITY, jnp.int32),
+                jnp.zeros((batch, HEADS, 3), jnp.int32),
+                jnp.zeros((batch, HEADS), jnp.int32),
+            )
+        )
+    return layers, rings
+
+
+def loop_size(layers: int) -> dict[str, int]:
+    """Steps in the body of the loop, and rounds, so that a call takes every query once."""
+    steps = max(16, layers)
+    return {"steps": steps, "rounds": QUERIES * layers // steps}
+
+
+def time_method(attend: Any, layers: list[Layer]) -> float:
+    """Time of a step of a method without state; ``attend(q, layer)`` gives the output."""
+
+    def step(
+        chain: Chain, layer: Layer, carried: tuple[()], number: jax.Array, _: int
+    ) -> tuple[Chain, tuple[()]]:
+        return chain_of(attend(after(chain, layer.queries[number]), layer)), carried
+
+    empty: list[tuple[()]] = [()] * len(layers)
+    return step_microseconds(step, layers, empty, **loop_size(len(layers)))[0]
+
+
+def forced_paths(batch: int, steps: int, seed: int = 0) -> np.ndarray:
+    """Values of tau, ``[steps, B, H]``, under which independent heads scan at the mixture."""
+    scans = np.random.default_rng(seed).random((steps, batch, HEADS)) >= MIXTURE["reuse"]
+    return np.where(scans, SCAN_ALWAYS, REUSE_ALWAYS).astype(np.float32)
+
+
+def time_retopk(
+    taus: np.ndarray,
+    layers: list[Layer],
+    rings: list[Remembered],
+    implementation: str | None = None,
+) -> tuple[float, float]:
+    """Time of a ReTopK step, and unique candidates of a reuse.
+
+    Args:
+        taus: ``[steps, B, H]``, taken in turn.
+        layers: caches.
+        rings: what is remembered; copied.
+        implementation: of the step.
+    """
+    batch = layers[0].keys.shape[0]
+    no = jnp.zeros((batch,), jnp.bool_)
+
+    def step(
+        chain: Chain, layer: Layer, remembered: Remembered, number: jax.Array, i: int
+    ) -> tuple[Chain, Remembered]:
+        result = retopk_step(
+            after(chain, layer.queries[number]),
+            layer.keys,
+            layer.values,
+            remembered,
+            layer.lengths,
+            no,
+            ~no,
+            jnp.asarray(taus[i % len(taus)]),
+            entries=ENTRIES,
+            window=WINDOW,
+            implementation=implementation,
+        )
+        return chain_of(result.out), result.remembered
+
+    copies = jax.tree.map(jnp.copy, rings)
+    microseconds, states = step_microseconds(step, layers, copies, **loop_size(len(layers)))
+    reused = sum(float(jnp.sum(s.paths[..., 0])) for s in states)
+    unique = sum(float(jnp.sum(s.candidates)) for s in states)
+    return microseconds, unique / max(reused, 1.0)
