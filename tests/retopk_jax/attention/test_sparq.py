@@ -65,7 +65,7 @@ def test_all_components_select_by_exact_scores(group: str) -> None:
         for c in range(groups):
             members = row.q[c * heads // groups : (c + 1) * heads // groups]
             scores = members @ row.keys[c].T / np.sqrt(DIM)
-            total = sum(oracle.softmax(score) for score in scores)
+            total = np.sum([oracle.softmax(score) for score in scores], axis=0)
             total[-1] = np.inf
             supports += [oracle.largest(total, 8)] * len(members)
         want = oracle.attend_all(row.q, row.keys, row.values, supports)

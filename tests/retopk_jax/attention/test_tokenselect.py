@@ -16,6 +16,7 @@ from tests.retopk_jax.attention.harness import (
     SLOTS,
     STEPS,
     Problem,
+    Row,
     assert_same,
     compiled,
     normal_problem,
@@ -25,6 +26,12 @@ from tests.retopk_jax.attention.harness import (
 
 SIZES = {"initial": 2, "selected": 5, "local": 3}
 PATHS = {"hit": HIT, "selected": MISS, "all": WHOLE}
+
+
+def path_of(row: Row) -> int:
+    assert row.path is not None
+    assert len(set(row.path.tolist())) == 1
+    return int(row.path[0])
 
 
 def similar_queries(problem: Problem) -> Problem:
@@ -51,8 +58,7 @@ def check(method: TokenSelect, problem: Problem) -> dict[str, int]:
         want, how, cosine = heads[row.row].step(row.q, row.keys, row.values)
         assert want.margin > 2e-5, "bad test data"
         assert np.isnan(cosine) or abs(cosine - theta) > 1e-5, "bad test data"
-        assert row.path is not None
-        assert row.path.tolist() == [PATHS[how]] * len(row.q)
+        assert path_of(row) == PATHS[how]
         assert_same(row, want.supports, want.output)
         counts[how] += 1
     return counts
@@ -114,9 +120,8 @@ def test_theta_of_minus_one_selects_once() -> None:
     method = TokenSelect(**SIZES, theta=-1.0)
     selections = np.zeros(4, int)
     for row in walk(method, dataclasses.replace(problem, queries=queries.astype(np.float32))):
-        assert row.path is not None
-        selections[row.row] += row.path[0] == MISS
-        assert row.path[0] == (MISS if row.index == 0 else HIT)
+        selections[row.row] += path_of(row) == MISS
+        assert path_of(row) == (MISS if row.index == 0 else HIT)
     assert selections.tolist() == [1, 1, 1, 1]
 
 
@@ -128,7 +133,8 @@ def test_compares_with_the_query_that_selected_last() -> None:
         queries[step, ..., 0] = np.cos(np.pi / 6 * step)
         queries[step, ..., 1] = np.sin(np.pi / 6 * step)
     problem = dataclasses.replace(problem, queries=queries, active=np.ones_like(problem.active))
-    paths = [row.path[0] for row in walk(TokenSelect(**SIZES, theta=0.8), problem) if row.row == 0]
+    rows = walk(TokenSelect(**SIZES, theta=0.8), problem)
+    paths = [path_of(row) for row in rows if row.row == 0]
     assert paths == [MISS, HIT, MISS, HIT, MISS, HIT, MISS]
 
 
@@ -141,14 +147,14 @@ def test_a_token_that_left_the_window_is_not_seen_until_the_next_selection() -> 
     middle = [set(row.supports[0]) - set(range(row.length - 3, row.length)) for row in rows]
     assert all(tokens == middle[0] for tokens in middle[:5])
     assert all(18 not in row.supports[0] for row in rows[1:5])  # local at the first step
-    assert [row.path[0] for row in rows] == [MISS, HIT, HIT, HIT, HIT, MISS, HIT]
+    assert [path_of(row) for row in rows] == [MISS, HIT, HIT, HIT, HIT, MISS, HIT]
 
 
 def test_votes_tie_to_the_lower_token() -> None:
     problem = normal_problem(7, (6, 2), [12, 20, 30, 40])
     keys = np.broadcast_to(problem.keys[:, :, :1], problem.keys.shape).copy()
     for row in walk(TokenSelect(**SIZES), dataclasses.replace(problem, keys=keys)):
-        if row.path is not None and row.path[0] == MISS:
+        if path_of(row) == MISS:
             local = range(row.length - 3, row.length)
             assert row.supports == [(0, 1, 2, 3, 4, 5, 6, *local)] * 6
 

@@ -21,7 +21,7 @@ from retopk_jax.attention import (
     TokenSelect,
 )
 from retopk_jax.attention.retopk import ReTopKState
-from retopk_jax.attention.tokenselect import SelectionCache
+from retopk_jax.attention.tokenselect import MISS, SelectionCache
 from retopk_jax.decode import decode_step, prime, start, start_session, statistics, step_logits
 from retopk_jax.generate import generate
 from retopk_jax.kv_cache import empty_kv_cache
@@ -116,13 +116,16 @@ def test_usage_is_the_mean_of_what_was_read(method: AttentionMethod, model: ToyM
                 mean = length if support is None else (support >= 0).sum() / HEADS
                 tokens += mean / LAYERS
                 if isinstance(method, ReTopK):
+                    assert support is not None
+                    assert report.path is not None
+                    assert report.candidates is not None
                     path = np.asarray(report.path[row])
                     scans = (path.reshape(GROUPS, -1) > 0).any(axis=1).sum()
                     ranked = np.asarray(report.candidates[row])[path == 0].sum()
                     k, v = (scans * length + ranked) * DIM, (support >= 0).sum() * DIM
                 else:
-                    missed = isinstance(method, TokenSelect) and report.path[row, 0] == 1
-                    k, v = expected(method, length, layer, bool(missed))
+                    missed = report.path is not None and int(report.path[row, 0]) == MISS
+                    k, v = expected(method, length, layer, missed)
                 keys += k * SIZE
                 values += v * SIZE
             rows.append((tokens, keys, values))
@@ -144,8 +147,9 @@ def test_hit_rate_is_that_of_the_paths(theta: float, model: ToyModel) -> None:
         _, session, reports = decode_step(session, [token // 3] * 2)
         for layer, report in enumerate(reports):
             for row in range(2):
-                for head in range(HEADS):
-                    counts[row, layer, head, int(report.path[row, head])] += 1
+                assert report.path is not None
+                for head, path in enumerate(np.asarray(report.path[row])):
+                    counts[row, layer, head, path] += 1
     found = statistics(method, session.state)
     assert found is not None
     for row, paths in enumerate(found):
