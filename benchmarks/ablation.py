@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     def make(model: CausalLM) -> list[Variant]:
         return component_variants(args.methods, args.budgets)
 
-    plan = Plan(sorted(args.lengths), args.suffix, args.rows)
+    plan = Plan.of(args, args.lengths, args.suffix)
     scene = set_scene(args, plan, make)
     found, store = score_scene(args, scene, plan, "perplexity")
     references = (("against_exact", against_exact), ("against_full", against_full))

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
             found.append(Variant(variant.label, variant.name, variant.budget, measured))
         return found
 
-    plan = Plan(sorted(args.lengths), args.suffix, args.rows)
+    plan = Plan.of(args, args.lengths, args.suffix)
     scene = set_scene(args, plan, make)
 
     def extra(state: DecodeState, count: int) -> dict[str, Any]:

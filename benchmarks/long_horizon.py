@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         return interval_variants(args.methods[0], args.budgets, args.refresh)
 
     whole = args.lengths[0] + args.continuation
-    plan = Plan([whole], args.continuation, args.rows, args.buckets)
+    plan = Plan.of(args, [whole], args.continuation, args.buckets)
     scene = set_scene(args, plan, make)
     path = result_path(args, "long_horizon")
     rows: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def positions(
 def shadow_rows(args: argparse.Namespace, scene: Scene) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs part (b); an item a batch of documents and variant."""
     model, documents, prefix = scene.model, scene.documents, args.lengths[0]
-    capacity = rounded_capacity(prefix + args.continuation)
+    capacity = args.capacity or rounded_capacity(prefix + args.continuation)
     key = {
         **{part: scene.settings[part] for part in ("model", "documents", "rows", "seed")},
         "prefill": prefix,
@@ -167,7 +167,7 @@ def shadow_rows(args: argparse.Namespace, scene: Scene) -> tuple[list[dict[str, 
     labels = {v.label: v.description()["settings"] for v in variants}
     store = Store(args.out, "shadow", key, labels)
     batches = range(0, len(documents.names), args.rows)
-    progress = Progress(len(batches) * len(variants))
+    progress = Progress(len(batches) * len(variants), args.minutes)
     window = documents.ending(prefix + args.continuation)
     found: dict[str, list[dict[str, Any]]] = {v.label: [] for v in variants}
     for first in batches:

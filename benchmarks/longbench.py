@@ -30,6 +30,7 @@ from benchmarks.evidence.texts import BadItems, read_records
 from benchmarks.results_file import ROOT, write_results
 from models.tokenizer import TextTokenizer
 from retopk_jax.errors import ConfigError
+from retopk_jax.prefill import rounded_capacity
 
 SAMPLE = ROOT / "examples" / "longbench_sample.jsonl"
 MARGIN = 500
@@ -100,12 +101,10 @@ def main(argv: Sequence[str]) -> None:
     described = describe_model(args, model)
     basis, calibration = None, None
     if needs_basis(args.methods):
-        longest = max(
-            (ids for group in prompts.values() for ids in group), key=len
-        )
+        longest = max((ids for group in prompts.values() for ids in group), key=len)
         key = described["fingerprint"] + str(args.rope)
         basis = cached_basis(args.out, key, model, np.asarray(longest, np.int32))
-        calibration = {"text": "the longest prompt", "tokens": len(longest)}
+        calibration = {"text": "the longest prompt, which is scored too", "tokens": len(longest)}
     variants = make_variants(args.methods, args.budgets, basis)
     settings = {
         "model": described,
@@ -133,7 +132,8 @@ def main(argv: Sequence[str]) -> None:
     kept = {name: settings[name] for name in ("model", "max_length", "rows", "loki_calibration")}
     labels = {variant.label: variant.description()["settings"] for variant in variants}
     longest = max(len(ids) + NEW_TOKENS[name] for name, group in prompts.items() for ids in group)
-    store = Store(args.out, "longbench", {**kept, "longest": longest}, labels)
+    capacity = args.capacity or rounded_capacity(longest)
+    store = Store(args.out, "longbench", {**kept, "capacity": capacity}, labels)
     batches = {
         name: batches_of(f"{name}, {_hash(group)[:16]}", group, args.rows, NEW_TOKENS[name])
         for name, group in prompts.items()
@@ -144,8 +144,9 @@ def main(argv: Sequence[str]) -> None:
         variants,
         store,
         rows=args.rows,
-        longest=longest,
+        capacity=capacity,
         threads=args.compile_threads,
+        minutes=args.minutes,
     )
     rows = []
     for variant in variants:

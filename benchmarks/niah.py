@@ -31,6 +31,7 @@ from benchmarks.evidence.resume import Store
 from benchmarks.evidence.ruler import HEADLINE, TASKS, Builder, Sample, hits, string_match_all
 from benchmarks.results_file import write_results
 from retopk_jax.errors import ConfigError
+from retopk_jax.prefill import rounded_capacity
 
 NORMAL = {
     "methods": list(ALL),
@@ -106,9 +107,10 @@ def main(argv: Sequence[str]) -> None:
             "headline": f"mean of {', '.join(HEADLINE)}",
         },
     }
+    capacity = args.capacity or rounded_capacity(max(args.lengths))
     key = {name: settings[name] for name in ("model", "rows", "max_new_tokens", "loki_calibration")}
     labels = {variant.label: variant.description()["settings"] for variant in variants}
-    store = Store(args.out, "niah", {**key, "longest": max(args.lengths)}, labels)
+    store = Store(args.out, "niah", {**key, "capacity": capacity}, labels)
     batches = {
         (task, length): batches_of(
             f"{task}, {length} tokens, {_hash(samples)[:16]}",
@@ -124,8 +126,9 @@ def main(argv: Sequence[str]) -> None:
         variants,
         store,
         rows=args.rows,
-        longest=max(args.lengths),
+        capacity=capacity,
         threads=args.compile_threads,
+        minutes=args.minutes,
     )
     rows = []
     for (task, length), samples in prompts.items():

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--suffix", type=int, metavar="N", help="tokens fed at the end (512)")
     args = parser.parse_args(argv)
     fill(args, NORMAL, SMOKE)
-    plan = Plan(sorted(args.lengths), args.suffix, args.rows)
+    plan = Plan.of(args, args.lengths, args.suffix)
     scene = set_scene(args, plan)
     found, store = score_scene(args, scene, plan, "perplexity")
     references = (("against_exact", against_exact), ("against_full", against_full))

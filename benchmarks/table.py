@@ -13,5 +13,7 @@ BENCHMARKS = {
     "transfer": "the default configuration on several models, side by side",
     "niah": "facts hidden in a long text, RULER's tasks, every method",
     "longbench": "questions about long texts, from files in LongBench's format",
+    "evidence-plan": "the experiments of a plan one after the other, resumable",
+    "report": "one page from all results in a directory",
 }
 """Module name and what it measures; imported only when it is run."""

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--suffix", type=int, metavar="N", help="tokens fed at the end (512)")
     args = parser.parse_args(argv)
     fill(args, NORMAL, SMOKE)
-    plan = Plan(sorted(args.lengths), args.suffix, args.rows)
+    plan = Plan.of(args, args.lengths, args.suffix)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {"models": {}}
     commits: set[str] = set()

@@ -1,6 +1,7 @@
 """Command-line arguments that the experiments share, and what they name."""
 
 import argparse
+import functools
 import hashlib
 import os
 import sys
@@ -15,12 +16,14 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.evidence.documents import Documents, cut_documents, load_documents
+from benchmarks.evidence.programs import forget_programs
+from benchmarks.evidence.smoke_model import NAME as SMOKE_MODEL
 from benchmarks.evidence.smoke_model import smoke_model
 from benchmarks.evidence.texts import ON_BAD, BadItems, read_texts
 from benchmarks.results_file import ROOT, prepare_directory
 from models import CausalLM, load_model
 from models.weights import parameter_paths
-from retopk_jax.errors import ConfigError
+from retopk_jax.errors import ConfigError, RetopkError
 
 SAMPLE_TEXT = ROOT / "examples" / "northanger_abbey.txt"
 """What ``--smoke`` reads without texts."""
@@ -56,6 +59,13 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     add("--dtype", help="of weights and cache (float32 on a CPU, bfloat16 elsewhere)")
     add("--seed", type=int, default=0, help="of every random choice (%(default)s)")
+    add("--capacity", type=int, metavar="S", help="slots a row of the cache (the least that fits)")
+    add(
+        "--timed",
+        action="store_true",
+        help="decode twice from every prefill and time the second, when nothing is loaded anew",
+    )
+    add("--minutes", type=float, help="stop after so long; the same command goes on from there")
     add("--tag", default="", help="ending of the result file's name")
     add(
         "--compile-threads",
@@ -81,17 +91,28 @@ def fill(args: argparse.Namespace, normal: Mapping[str, Any], smoke: Mapping[str
 def open_model(args: argparse.Namespace, source: str | None = None) -> CausalLM:
     """The model that the arguments name, under the RoPE scaling that they ask for."""
     name = source if source is not None else args.model
-    if name is None and args.smoke:
-        model = smoke_model()
-    else:
-        model = load_model(name or "smollm2", dtype=args.dtype)
-    if args.rope is not None:
-        kind, _, factor = args.rope.partition(":")
-        try:
-            model = model.with_rope(kind, float(factor))
-        except ValueError as error:
-            raise ConfigError(f"--rope {args.rope}: expected TYPE:FACTOR ({error})") from error
-    return model
+    if name is None:
+        name = SMOKE_MODEL if args.smoke else "smollm2"
+    return _extended(name, args.dtype, args.rope)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: str, dtype: str | None) -> CausalLM:
+    """The model, once for the experiments of one process."""
+    return smoke_model() if source == SMOKE_MODEL else load_model(source, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _extended(source: str, dtype: str | None, rope: str | None) -> CausalLM:
+    """The model under another RoPE scaling."""
+    model = _loaded(source, dtype)
+    if rope is None:
+        return model
+    kind, _, factor = rope.partition(":")
+    try:
+        return model.with_rope(kind, float(factor))
+    except ValueError as error:
+        raise ConfigError(f"--rope {rope}: expected TYPE:FACTOR ({error})") from error
 
 
 def check_length(model: CausalLM, length: int) -> None:
@@ -165,15 +186,24 @@ def fingerprint(model: CausalLM) -> str:
     return digest.hexdigest()
 
 
-class Progress:
-    """Says what has been done, and how long the rest may take."""
+class OutOfTimeError(RetopkError):
+    """The time given is over, and items are left to do."""
 
-    def __init__(self, total: int):
+
+class Progress:
+    """Says what has been done, and how long the rest may take; ends a run whose time is over."""
+
+    def __init__(self, total: int, minutes: float | None):
         self._total, self._done, self._fresh = total, 0, 0
+        self._minutes = minutes
         self._began = time.perf_counter()
 
     def step(self, what: str, *, resumed: bool = False) -> None:
-        """One item more is done."""
+        """One item more is done.
+
+        Raises:
+            OutOfTimeError: more are to be done, and the time is over.
+        """
         self._done += 1
         if resumed:
             note = "had been done"
@@ -182,6 +212,15 @@ class Progress:
             taken = (time.perf_counter() - self._began) / self._fresh
             note = f"about {taken * (self._total - self._done):.0f} s to go"
         print(f"[{self._done}/{self._total}] {what} ({note})", file=sys.stderr, flush=True)
+        late = self._minutes is not None and (
+            time.perf_counter() - self._began > 60 * self._minutes
+        )
+        if late and self._done < self._total:
+            forget_programs()
+            raise OutOfTimeError(
+                f"--minutes {self._minutes:g} are over with {self._done} of {self._total} items "
+                "done and saved; the same command goes on from there"
+            )
 
 
 def console() -> Console:

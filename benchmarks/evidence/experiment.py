@@ -93,6 +93,8 @@ def set_scene(
         "suffix": plan.suffix,
         "rows": plan.rows,
         "seed": args.seed,
+        "capacity": plan.slots,
+        "timed": plan.timed,
         "variants": [variant.description() for variant in variants],
         "loki_calibration": calibration,
         "protocol": PROTOCOL,
@@ -108,7 +110,8 @@ def score_scene(
     key = {
         **{part: scene.settings[part] for part in chosen},
         "buckets": plan.buckets,
-        "capacity_for": max(plan.lengths),
+        "capacity": plan.slots,
+        "timed": plan.timed,
     }
     labels = {variant.label: variant.description()["settings"] for variant in scene.variants}
     store = Store(args.out, name, key, labels)

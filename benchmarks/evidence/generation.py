@@ -11,11 +11,11 @@ import numpy as np
 
 from benchmarks.evidence.arguments import Progress
 from benchmarks.evidence.methods import Variant
-from benchmarks.evidence.programs import Programs, begin, greedy
+from benchmarks.evidence.programs import Programs, begin, greedy, shared_programs
 from benchmarks.evidence.resume import Store
 from models import CausalLM
 from retopk_jax.decode import Produced, first_token
-from retopk_jax.prefill import prefill, rounded_capacity
+from retopk_jax.prefill import prefill
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ def answer_batches(
     store: Store,
     *,
     rows: int,
-    longest: int,
+    capacity: int,
     threads: int,
+    minutes: float | None,
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Answers every batch with every variant.
 
@@ -51,26 +52,23 @@ def answer_batches(
         variants: methods.
         store: where items are kept; one a batch and variant.
         rows: prompts read and decoded at once.
-        longest: tokens of a prompt and its answer at most.
+        capacity: slots a row of the cache.
         threads: programs compiled at once.
+        minutes: after which to stop; None for never.
 
     Returns:
         By batch and label: ``answers``, a text a prompt, ``tokens``, how many each has,
         ``paths`` over all prompts, and ``step_milliseconds``.
     """
-    capacity = rounded_capacity(longest)
-    tail = max(1, *(variant.method.tail_queries for variant in variants))
-    programs = Programs(model, rows, capacity, tail, threads)
-    progress = Progress(len(batches) * len(variants))
+    tail = max(32, *(variant.method.tail_queries for variant in variants))
+    programs = shared_programs(model, rows, capacity, tail, threads)
+    progress = Progress(len(batches) * len(variants), minutes)
     found = {}
-    try:
-        for batch in batches:
-            for label, item in _answer_batch(
-                model, batch, variants, store, programs, rows, capacity, tail, progress.step
-            ).items():
-                found[batch.name, label] = item
-    finally:
-        programs.close()
+    for batch in batches:
+        for label, item in _answer_batch(
+            model, batch, variants, store, programs, rows, capacity, tail, progress.step
+        ).items():
+            found[batch.name, label] = item
     return found
 
 
@@ -88,11 +86,11 @@ def _answer_batch(
     tokenizer = model.require_tokenizer()
     found, missing = {}, []
     for variant in variants:
-        item = store.load(store.key(batch.name, variant.label))
-        if item is None:
+        saved = store.load(store.key(batch.name, variant.label))
+        if saved is None:
             missing.append(variant)
         else:
-            found[variant.label] = item
+            found[variant.label] = saved
             step(f"{batch.name}, {variant.label}", resumed=True)
     if not missing:
         return found

@@ -1,5 +1,6 @@
 """Programs compiled in the background, in the order in which they will be run."""
 
+import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -41,8 +42,8 @@ class Programs:
         self._pool = ThreadPoolExecutor(max_workers=threads)
         self._jobs: dict[Hashable, Future[Any]] = {}
 
-    def close(self) -> None:
-        """Drops what has not begun to compile."""
+    def cancel(self) -> None:
+        """Gives up what has not begun to compile."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def prime(self, method: AttentionMethod) -> Callable[..., Any]:
@@ -116,6 +117,27 @@ class Programs:
             ).compile()
 
         return build
+
+
+def forget_programs() -> None:
+    """Drops shared programs and what has not begun to compile, which an exit would wait for."""
+    for programs in _SHARED:
+        programs.cancel()
+    _SHARED.clear()
+    shared_programs.cache_clear()
+
+
+_SHARED: list[Programs] = []
+
+
+@functools.lru_cache(maxsize=4)
+def shared_programs(
+    model: LanguageModel, rows: int, capacity: int, tail: int, threads: int
+) -> Programs:
+    """Programs of these sizes, kept for the experiments of one process."""
+    programs = Programs(model, rows, capacity, tail, threads)
+    _SHARED.append(programs)
+    return programs
 
 
 def greedy() -> Sampling:

@@ -60,7 +60,7 @@ def run_pair(
         their likeliest tokens agree; and int32 ``[B, steps]``, the tokens decoded.
     """
 
-    def body(pair: Pair, _: None) -> tuple[Pair, tuple[jax.Array, jax.Array, jax.Array]]:
+    def body(pair: Pair, nothing: None) -> tuple[Pair, tuple[jax.Array, jax.Array, jax.Array]]:
         mine, leader, _ = step_logits(decoder, method, params, pair.leader, pair.token)
         other, shadow, _ = step_logits(decoder, exact, params, pair.shadow, pair.token)
         divergence = optax.losses.kl_divergence_with_log_targets(

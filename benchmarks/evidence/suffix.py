@@ -1,5 +1,7 @@
 """Teacher-forced scoring of documents' suffixes: one prefill, then every method from it."""
 
+import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +15,12 @@ import numpy as np
 from benchmarks.evidence.arguments import Progress
 from benchmarks.evidence.documents import Documents
 from benchmarks.evidence.methods import Variant
-from benchmarks.evidence.programs import Programs, begin
+from benchmarks.evidence.programs import Programs, begin, shared_programs
 from benchmarks.evidence.resume import Store
 from models import CausalLM
 from retopk_jax.decode import DecodeState
 from retopk_jax.errors import ConfigError
-from retopk_jax.prefill import prefill, rounded_capacity
+from retopk_jax.prefill import Context, prefill, rounded_capacity
 
 Extra = Callable[[DecodeState, int], dict[str, Any]]
 """What else to keep of a variant and a batch: from its last state and the rows that count."""
@@ -46,12 +48,31 @@ class Plan:
         suffix: tokens fed at the end, or the labels of them plus one.
         rows: documents read and decoded at once.
         buckets: parts of the suffix whose losses are kept apart.
+        capacity: slots a row of the cache; None for the least that fits.
+        timed: decode twice and time the second.
+        minutes: after which to stop; None for never.
     """
 
     lengths: Sequence[int]
     suffix: int
     rows: int
     buckets: int = 1
+    capacity: int | None = None
+    timed: bool = False
+    minutes: float | None = None
+
+    @classmethod
+    def of(
+        cls, args: argparse.Namespace, lengths: Sequence[int], suffix: int, buckets: int = 1
+    ) -> "Plan":
+        """A plan with the rest from the command line."""
+        given = (args.capacity, args.timed, args.minutes)
+        return cls(sorted(lengths), suffix, args.rows, buckets, *given)
+
+    @property
+    def slots(self) -> int:
+        """Slots a row of the cache."""
+        return self.capacity or rounded_capacity(max(self.lengths))
 
     @property
     def scored(self) -> int:
@@ -90,35 +111,30 @@ def score_documents(
             "of 2 or more, and shorter than the documents"
         )
     count = len(documents.names)
-    capacity = rounded_capacity(max(plan.lengths))
-    tail = max(*(variant.method.tail_queries for variant in variants), 1)
-    programs = Programs(model, plan.rows, capacity, tail, threads)
+    tail = max(32, *(variant.method.tail_queries for variant in variants))
+    programs = shared_programs(model, plan.rows, plan.slots, tail, threads)
     batches = range(0, count, plan.rows)
-    progress = Progress(len(plan.lengths) * len(batches) * len(variants))
+    progress = Progress(len(plan.lengths) * len(batches) * len(variants), plan.minutes)
     keys = [(length, variant.label) for length in plan.lengths for variant in variants]
     found = Found({key: [] for key in keys}, {key: [] for key in keys})
-    try:
-        for length in plan.lengths:
-            for first in batches:
-                last = min(first + plan.rows, count)
-                for label, item in _score_batch(
-                    model,
-                    documents.ending(length)[first:last],
-                    variants,
-                    plan,
-                    store,
-                    programs,
-                    capacity,
-                    tail,
-                    f"{length} tokens, documents {first + 1} to {last}",
-                    progress,
-                    extra,
-                ).items():
-                    found.documents[length, label] += item["documents"]
-                    if "batch" in item:
-                        found.batches[length, label].append(item["batch"])
-    finally:
-        programs.close()
+    for length in plan.lengths:
+        for first in batches:
+            last = min(first + plan.rows, count)
+            for label, item in _score_batch(
+                model,
+                documents.ending(length)[first:last],
+                variants,
+                plan,
+                store,
+                programs,
+                tail,
+                f"{length} tokens, documents {first + 1} to {last}",
+                progress,
+                extra,
+            ).items():
+                found.documents[length, label] += item["documents"]
+                if "batch" in item:
+                    found.batches[length, label].append(item["batch"])
     return found
 
 
@@ -129,7 +145,6 @@ def _score_batch(
     plan: Plan,
     store: Store,
     programs: Programs,
-    capacity: int,
     tail: int,
     what: str,
     progress: Progress,
@@ -138,11 +153,11 @@ def _score_batch(
     found: dict[str, dict[str, Any]] = {}
     missing = []
     for variant in variants:
-        item = store.load(store.key(what, variant.label))
-        if item is None:
+        saved = store.load(store.key(what, variant.label))
+        if saved is None:
             missing.append(variant)
         else:
-            found[variant.label] = item
+            found[variant.label] = saved
             progress.step(f"{what}, {variant.label}", resumed=True)
     if not missing:
         return found
@@ -155,24 +170,19 @@ def _score_batch(
         model,
         [row[:split].tolist() for row in padded],
         new_tokens=plan.suffix,
-        capacity=capacity,
+        capacity=plan.slots,
         tail_queries=tail,
     )
-    context, lengths = read.context, np.asarray(read.context.cache.lengths)
+    context = read.context
     given = jnp.asarray(padded[:, split:], jnp.int32)
     for variant in missing:
-        prime = programs.prime(variant.method)
-        score = programs.score(variant.method, plan.suffix)
-        state = begin(context, prime(variant.method, context))
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        nll, state = score(variant.method, model.params, state, given)
-        jax.block_until_ready(nll)
-        seconds = time.perf_counter() - began
-        entries = _entries(np.asarray(nll, np.float64), variant, state, plan, count)
+        run = functools.partial(_run, model, variant, programs, given)
+        nll, state, seconds, context = run(context)
+        if plan.timed:
+            nll, state, seconds, context = run(context)
+        entries = _entries(nll, variant, state, plan, count)
         for entry in entries:
             entry["step_milliseconds"] = 1e3 * seconds / plan.scored
-        context = replace(context, cache=replace(state.cache, lengths=jnp.asarray(lengths)))
         item: dict[str, Any] = {"documents": entries}
         if extra is not None:
             item["batch"] = extra(state, count)
@@ -180,6 +190,23 @@ def _score_batch(
         found[variant.label] = item
         progress.step(f"{what}, {variant.label}")
     return found
+
+
+def _run(
+    model: CausalLM, variant: Variant, programs: Programs, tokens: jax.Array, context: Context
+) -> tuple[np.ndarray, DecodeState, float, Context]:
+    """Scores tokens after a context; returns losses, state, seconds, and the context again."""
+    prime = programs.prime(variant.method)
+    score = programs.score(variant.method, tokens.shape[1])
+    lengths = np.asarray(context.cache.lengths)
+    state = begin(context, prime(variant.method, context))
+    jax.block_until_ready(state)
+    began = time.perf_counter()
+    nll, state = score(variant.method, model.params, state, tokens)
+    jax.block_until_ready(nll)
+    seconds = time.perf_counter() - began
+    rewound = replace(state.cache, lengths=jnp.asarray(lengths))
+    return np.asarray(nll, np.float64), state, seconds, replace(context, cache=rewound)
 
 
 def _entries(

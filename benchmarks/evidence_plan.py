@@ -1,0 +1,178 @@
+"""Runs the experiments of a plan one after the other, for machines that are had for minutes.
+
+The plan `h200` is what the project commits of SmolLM2-135M-Instruct. Steps run in one process, so
+that programs of one size are compiled once; what is done is kept under --out and skipped when the
+command is run again, and --minutes ends it in good time. With --archive all results and saved
+items are packed into one file, and unpacked from it first where it exists.
+"""
+
+import argparse
+import importlib
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.evidence.arguments import OutOfTimeError
+from benchmarks.evidence.resume import ITEMS
+from benchmarks.results_file import prepare_directory
+from models import ModelError
+from retopk_jax.errors import ConfigError, RetopkError
+
+
+@dataclass(frozen=True)
+class Item:
+    """One step of a plan.
+
+    Attributes:
+        name: of the step, and the tag of its result.
+        command: an experiment.
+        arguments: its own.
+        texts: what it reads: ``documents`` or ``essay``.
+    """
+
+    name: str
+    command: str
+    arguments: str
+    texts: str = "documents"
+
+
+DOCUMENT_ROWS = "--documents 32 --rows 32 --capacity 8192"
+SAMPLE_ROWS = "--documents 50 --rows 50 --capacity 8192"
+
+H200 = (
+    Item("8k", "perplexity", f"--lengths 8192 --budgets 128 64 {DOCUMENT_ROWS}"),
+    Item("4k", "perplexity", f"--lengths 4096 --budgets 128 64 {DOCUMENT_ROWS}"),
+    Item("4k", "niah", f"--lengths 4096 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
+    Item(
+        "8k",
+        "fidelity",
+        "--lengths 8192 --budgets 128 64 --documents 8 --rows 8 --capacity 8192",
+    ),
+    Item("8k", "ablation", f"--lengths 8192 --budgets 128 64 {DOCUMENT_ROWS} --timed"),
+    Item("8k", "sensitivity", f"--lengths 8192 --budgets 128 64 {DOCUMENT_ROWS} --timed"),
+    Item("8k", "niah", f"--lengths 8192 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
+    Item("2k", "perplexity", f"--lengths 2048 --budgets 128 64 {DOCUMENT_ROWS}"),
+    Item("2k", "niah", f"--lengths 2048 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
+    Item(
+        "4k_4k",
+        "long_horizon",
+        "--lengths 4096 --continuation 4096 --budgets 128 --documents 8 --rows 8 --capacity 8192",
+    ),
+    Item(
+        "16k",
+        "perplexity",
+        "--lengths 16384 --budgets 128 64 --documents 32 --rows 32 --rope yarn:2",
+    ),
+    Item("8k_large", "perplexity", f"--lengths 8192 --budgets 512 256 {DOCUMENT_ROWS}"),
+    Item("4k_large", "perplexity", f"--lengths 4096 --budgets 512 256 {DOCUMENT_ROWS}"),
+    Item("2k_large", "perplexity", f"--lengths 2048 --budgets 512 256 {DOCUMENT_ROWS}"),
+    Item("8k_large", "niah", f"--lengths 8192 --budgets 512 {SAMPLE_ROWS}", "essay"),
+    Item("4k_large", "niah", f"--lengths 4096 --budgets 512 {SAMPLE_ROWS}", "essay"),
+    Item("2k_large", "niah", f"--lengths 2048 --budgets 512 {SAMPLE_ROWS}", "essay"),
+    Item(
+        "16k_large",
+        "perplexity",
+        "--lengths 16384 --budgets 512 256 --documents 32 --rows 32 --rope yarn:2",
+    ),
+)
+
+SMOKE = (
+    Item("a", "perplexity", "--smoke --methods full exact retopk"),
+    Item("b", "niah", "--smoke --methods full retopk --lengths 1024", "essay"),
+    Item("c", "fidelity", "--smoke --methods retopk"),
+)
+
+PLANS = {"h200": H200, "smoke": SMOKE}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs a plan; see ``--help``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks evidence-plan", description=__doc__)
+    add = parser.add_argument
+    add("--plan", choices=list(PLANS), default="h200", help="(%(default)s)")
+    add("--out", type=Path, required=True, help="directory for the results")
+    add("--model", help="what load_model takes")
+    add("--texts", type=Path, help="documents from `documents`: at least 33 of 16,384 tokens")
+    add("--essay", type=Path, help="UTF-8 text of the haystacks")
+    add("--minutes", type=float, help="stop after so long")
+    add("--archive", type=Path, help=".tar.gz to resume from and to pack the results into")
+    add("--steps", nargs="+", metavar="STEP", help="only these, as COMMAND-NAME; see --list")
+    add("--list", action="store_true", help="print the steps and end")
+    add("--compile-threads", type=int, default=6, help="programs compiled at once (%(default)s)")
+    args = parser.parse_args(argv)
+    steps = chosen_steps(args.plan, args.steps)
+    if args.list:
+        for step in steps:
+            print(f"{step.command}-{step.name}: {step.arguments}")
+        return
+    out = prepare_directory(args.out)
+    if args.archive is not None and args.archive.is_file():
+        with tarfile.open(args.archive) as tar:
+            tar.extractall(out, filter="data")
+    began = time.monotonic()
+    try:
+        for step in steps:
+            left = None
+            if args.minutes is not None:
+                left = args.minutes - (time.monotonic() - began) / 60
+                if left <= 0:
+                    print("time is over; the same command goes on from here", file=sys.stderr)
+                    break
+            if not run_step(step, args, out, left):
+                break
+            if args.archive is not None:
+                pack(args.archive, out)
+    finally:
+        if args.archive is not None:
+            pack(args.archive, out)
+
+
+def chosen_steps(plan: str, names: Sequence[str] | None) -> list[Item]:
+    """Steps of a plan.
+
+    Raises:
+        ConfigError: a name that is none of them.
+    """
+    known = {f"{step.command}-{step.name}": step for step in PLANS[plan]}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(f"--steps {' '.join(unknown)}: expected some of {', '.join(known)}")
+    return [known[name] for name in names] if names else list(known.values())
+
+
+def run_step(step: Item, args: argparse.Namespace, out: Path, minutes: float | None) -> bool:
+    """Runs a step; False when the time is over. Another failure is reported, and the next tried."""
+    given = ["--out", str(out), "--tag", step.name, *step.arguments.split()]
+    given += ["--compile-threads", str(args.compile_threads)]
+    if args.model is not None:
+        given += ["--model", args.model]
+    source = args.texts if step.texts == "documents" else args.essay
+    if source is not None:
+        given += ["--texts" if step.texts == "documents" else "--essay", str(source)]
+    if minutes is not None:
+        given += ["--minutes", f"{minutes:.3f}"]
+    began = time.monotonic()
+    name = f"{step.command}-{step.name}"
+    print(f"== {name}", file=sys.stderr, flush=True)
+    try:
+        importlib.import_module(f"benchmarks.{step.command}").main(given)
+    except OutOfTimeError as error:
+        print(f"== {name}: {error}", file=sys.stderr, flush=True)
+        return False
+    except (RetopkError, ModelError) as error:
+        print(f"== {name} failed: {error}", file=sys.stderr, flush=True)
+    print(f"== {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return True
+
+
+def pack(archive: Path, out: Path) -> None:
+    """Packs results, pictures and saved items into one file, written aside."""
+    aside = archive.with_name(f".{archive.name}.aside")
+    with tarfile.open(aside, "w:gz") as tar:
+        for path in sorted(out.iterdir()):
+            if path.suffix in (".json", ".png") or path.name == ITEMS:
+                tar.add(path, path.name)
+    aside.replace(archive)
