@@ -5,7 +5,7 @@ from .config import ModelConfig, with_rope
 from .decoder import TransformerDecoder
 from .errors import ChatTemplateError, CheckpointError, ConfigError, ModelError, TokenizerError
 from .loading import convert, load_model, read_config
-from .rope import Rope, position_angles, rotate
+from .rope import Rope, position_angles
 from .tokenizer import StreamDecoder, TextTokenizer
 
 __all__ = [
@@ -28,6 +28,5 @@ __all__ = [
     "position_angles",
     "random_model",
     "read_config",
-    "rotate",
     "with_rope",
 ]

@@ -16,9 +16,10 @@ import numpy as np
 from flax import nnx
 
 from retopk_jax.language_model import Attend, Geometry, Params
+from retopk_jax.rotary import rotate
 
 from .config import ModelConfig
-from .rope import position_angles, rotate
+from .rope import position_angles
 
 MLP_CHUNK_TOKENS = 8192
 """Tokens that pass through an MLP at once; it bounds the [tokens, intermediate_size] activation."""

@@ -226,26 +226,6 @@ class Rope:
         return divided * (1 - kept) + plain * kept
 
 
-def rotate(x: jax.Array, angles: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Rotates the pairs (i, i + D/2) of ``x`` by ``angles``.
-
-    The rotation is computed in float32. Rotations add up: a key at position p rotated by
-    ``delta * inverse_frequencies`` is that key at position p + delta.
-
-    Args:
-        x: ``[B, T, heads, D]``.
-        angles: float32 ``[B, T, D/2]``, radians.
-        scale: what the result is multiplied by, `Rope.scale` the first time a vector is rotated.
-
-    Returns:
-        As ``x``.
-    """
-    cos, sin = (scale * f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))  # [B, T, 1, D/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, heads, D/2]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
 def position_angles(positions: jax.Array, row_inverse_frequencies: jax.Array) -> jax.Array:
     """Rotation angles of absolute positions, ``position * frequency`` in float32.
 

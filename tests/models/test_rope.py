@@ -6,7 +6,8 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models import Rope, position_angles, rotate
+from models import Rope, position_angles
+from retopk_jax.rotary import rotate
 from tests.models.test_decoder import ROPES
 
 
