@@ -178,7 +178,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], length: int, budget: int) -
         bottom.set_xlabel(name)
     axes[0][0].set_ylabel("perplexity over Exact Top-K, %")
     axes[1][0].set_ylabel("head-steps, %")
-    axes[1][0].legend(fontsize=8)
+    axes[1][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(f"K={budget}, {length:,} tokens; the default is the diamond")
     figure.tight_layout()
     save(figure, path)

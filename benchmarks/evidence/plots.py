@@ -145,7 +145,11 @@ def heat_grid(
         axis.imshow(np.ma.masked_invalid(values), aspect="auto", cmap="RdYlGn", vmin=low, vmax=high)
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
-                axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+                place = (value - low) / (high - low)
+                color = "black" if 0.12 < place < 0.88 else "white"
+                axis.text(
+                    column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color
+                )
         axis.set_xticks(range(len(columns)), columns)
         axis.set_yticks(range(len(rows)), rows)
         axis.set_title(name, fontsize=9)

@@ -1,0 +1,288 @@
+"""Every experiment as a command, at smoke size, and the report of their results."""
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import (
+    ablation,
+    evidence_plan,
+    fidelity,
+    long_horizon,
+    longbench,
+    niah,
+    perplexity,
+    report,
+    sensitivity,
+    transfer,
+)
+from benchmarks.evidence.resume import Store
+from benchmarks.evidence.shadow import by_bucket
+from retopk_jax.errors import ConfigError
+
+SMALL = ["--smoke", "--budgets", "48", "--capacity", "512", "--compile-threads", "1"]
+TIMES = ("step_milliseconds", "speed_over_exact")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Results of every experiment, each run once."""
+    directory = tmp_path_factory.mktemp("results")
+    every = [*SMALL, "--out", str(directory)]
+    perplexity.main(every)
+    fidelity.main([*every, "--methods", "retopk"])
+    ablation.main(every)
+    sensitivity.main(every)
+    long_horizon.main(every)
+    transfer.main([*every, "--tag", "two"])
+    niah.main([*SMALL[:3], "--out", str(directory), "--lengths", "1024", "--documents", "3"])
+    longbench.main([*SMALL[:3], "--out", str(directory)])
+    report.main(["--results", str(directory)])
+    return directory
+
+
+def rows_of(path, **wanted):
+    rows = json.loads(path.read_text())["rows"]
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def test_perplexity_compares_eight_methods_on_the_same_documents(out):
+    result = json.loads((out / "perplexity.json").read_text())
+    assert {row["method"] for row in result["rows"]} == {
+        *("full", "exact", "retopk", "streaming", "quest", "sparq", "loki", "tokenselect")
+    }
+    for row in result["rows"]:
+        assert len(row["nll_per_document"]) == 3
+        total = np.sum(row["nll_per_document"])
+        assert row["perplexity"] == pytest.approx(np.exp(total / row["scored_tokens"]))
+        assert row["scored_tokens"] == 3 * 8
+        assert ("against_exact" in row) == (row["method"] not in ("full", "exact"))
+    settings = result["settings"]
+    assert len(settings["documents"]["token_ids_sha256"]) == 64
+    assert settings["loki_calibration"]["document"] not in settings["documents"]["names"]
+    assert settings["model"]["rope"] == "as trained"
+    assert {"machine", "commit", "date"} <= set(result)
+
+
+def test_ablation_and_sensitivity_start_from_the_same_default(out):
+    found = [
+        rows_of(out / f"{name}.json", label="retopk | default K=48")[0]["nll_per_document"]
+        for name in ("ablation", "sensitivity")
+    ]
+    assert found[0] == found[1]
+    components = {row["component"] for row in rows_of(out / "ablation.json")}
+    assert components == {"full", "exact", *ablation.COMPONENTS}
+    (free,) = rows_of(out / "ablation.json", component="no fallback")
+    assert free["exact_path_rate"] == 0.0
+    assert {row["setting"] for row in rows_of(out / "sensitivity.json")} >= {"K", "tau", "T_r"}
+
+
+def test_fidelity_counts_every_head_step(out):
+    (row,) = rows_of(out / "fidelity.json")
+    paths = row["by_path"]
+    assert paths["all"]["count"] == 2 * 16 * 2 * 4  # documents, steps, layers, heads
+    assert sum(paths[p]["count"] for p in ("reuse", "fallback", "refresh")) == paths["all"]["count"]
+    assert sum(one["count"] for one in row["reuse_by_similarity"]) == paths["reuse"]["count"]
+    assert np.asarray(row["maps"]["fallback_share"]).shape == (2, 4)
+    assert 0 <= row["groups_with_fallback"] <= 1
+
+
+def test_long_horizon_has_both_parts(out):
+    forced = rows_of(out / "long_horizon.json", part="teacher-forced")
+    free = rows_of(out / "long_horizon.json", part="autoregressive")
+    assert len(forced) == 3
+    assert {row["refresh"] for row in free} == {0, 8}
+    for row in forced:
+        last = row["by_position"][-1]
+        (exact,) = [r for r in forced if r["method"] == "exact"]
+        change = 100 * (row["perplexity"] / exact["perplexity"] - 1)
+        assert last["percent_over_exact"] == pytest.approx(change, abs=1e-6)
+    for row in free:
+        assert [part["to"] for part in row["by_position"]] == [16, 33]
+        assert row["by_position"][-1]["kl_up_to"] >= 0
+
+
+def test_divergence_is_averaged_over_positions():
+    divergence = np.array([[0.0, 1.0, 2.0, 5.0]])
+    agree = np.array([[True, True, False, True]])
+    first, last = by_bucket(divergence, agree, 2)
+    assert (first["kl"], first["top1_agreement"]) == (0.5, 1.0)
+    assert (last["kl"], last["kl_up_to"]) == (3.5, 2.0)
+    assert last["top1_agreement_up_to"] == 0.75
+
+
+def test_niah_reports_every_task_and_their_mean(out):
+    result = json.loads((out / "niah.json").read_text())
+    for row in result["rows"]:
+        expected = 3 * (4 if row["task"] == "niah_multivalue" else 1)
+        assert sum(total for _, total in row["found_by_depth"]) == expected
+        assert 0 <= row["score"] <= 100
+    for mean in result["headline"]:
+        scores = [r["score"] for r in result["rows"] if r["label"] == mean["label"]]
+        assert mean["score"] == pytest.approx(np.mean(scores), abs=0.01)
+    assert all(one["tokens"][1] <= 1024 - 12 for one in result["settings"]["prompts"].values())
+
+
+def test_longbench_scores_data_sets_then_their_mean(out):
+    result = json.loads((out / "longbench.json").read_text())
+    assert result["settings"]["records"] == {"hotpotqa": 1, "2wikimqa": 1, "multifieldqa_en": 2}
+    for row in result["rows"]:
+        assert row["mean"] == pytest.approx(np.mean(list(row["scores"].values())), abs=0.01)
+
+
+def strip(rows):
+    return [{name: v for name, v in row.items() if name not in TIMES} for row in rows]
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_file(out, tmp_path, monkeypatch):
+    few = [*SMALL, "--methods", "full", "exact", "retopk"]
+    perplexity.main([*few, "--out", str(tmp_path / "whole")])
+    saved, save = [], Store.save
+
+    def killed(self, key, item):
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        save(self, key, item)
+        saved.append(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            perplexity.main([*few, "--out", str(tmp_path / "killed")])
+    assert not (tmp_path / "killed" / "perplexity.json").exists()
+    assert len(list((tmp_path / "killed" / "items").glob("*/*.json"))) == 4
+
+    def counted(self, key, item):
+        saved.append(key)
+        save(self, key, item)
+
+    monkeypatch.setattr(Store, "save", counted)
+    perplexity.main([*few, "--out", str(tmp_path / "killed")])
+    assert len(saved) == len(set(saved)) == 12  # nothing was done twice
+    whole, resumed = (
+        json.loads((tmp_path / name / "perplexity.json").read_text())
+        for name in ("whole", "killed")
+    )
+    assert strip(whole["rows"]) == strip(resumed["rows"])
+    assert whole["settings"] == resumed["settings"]
+
+
+def test_a_plan_stops_in_time_and_goes_on_from_its_archive(tmp_path, capsys):
+    archive = tmp_path / "all.tar.gz"
+    given = ["--plan", "smoke", "--archive", str(archive), "--compile-threads", "1"]
+    evidence_plan.main([*given, "--out", str(tmp_path / "a"), "--minutes", "0.001"])
+    assert "goes on from" in capsys.readouterr().err
+    evidence_plan.main([*given, "--out", str(tmp_path / "b"), "--steps", "perplexity-a"])
+    assert "had been done" in capsys.readouterr().err
+    assert (tmp_path / "b" / "perplexity-a.json").is_file()
+    with pytest.raises(ConfigError, match="--steps none: expected some of perplexity-a"):
+        evidence_plan.main([*given, "--out", str(tmp_path / "c"), "--steps", "none"])
+
+
+def test_lengths_past_the_models_positions_need_an_explicit_rope(tmp_path):
+    given = [*SMALL[:3], "--out", str(tmp_path), "--lengths", "5000", "--methods", "full"]
+    with pytest.raises(ConfigError, match=r"4096 positions.*--rope yarn:2"):
+        perplexity.main(given)
+    with pytest.raises(ConfigError, match="--rope yarn"):
+        perplexity.main([*given, "--rope", "yarn"])
+
+
+def test_texts_are_asked_for(tmp_path):
+    with pytest.raises(ConfigError, match="fetch-texts"):
+        perplexity.main(["--out", str(tmp_path), "--model", "random weights (smoke)"])
+
+
+class Page(HTMLParser):
+    """Counts what a page opens and closes, and keeps its images and cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.images, self.tables, self.headings = [], [], [], []
+        self.void = {"meta", "img", "br", "link"}
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append(0)
+        if tag in ("td", "th"):
+            self.tables[-1][-1] += 1
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def test_report_is_whole(out):
+    page = Page()
+    page.feed((out / "report.html").read_text(encoding="utf-8"))
+    assert not page.open
+    assert len(page.headings) == 9  # eight experiments and the settings
+    assert len(page.images) >= 7
+    for source in page.images:
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/png;base64"
+        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as picture:
+            picture.load()
+            assert min(picture.size) > 100
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 10  # something is drawn
+    for table in page.tables:
+        assert len(set(table)) == 1  # every row as wide as the head
+
+
+def test_markdown_links_to_pictures_that_are_there(out):
+    text = (out / "report.md").read_text(encoding="utf-8")
+    links = re.findall(r"!\[[^]]*\]\(<([^>]+)>\)", text)
+    assert len(links) >= 7
+    assert all((out / link).is_file() for link in links)
+    assert "Quest" in text
+    assert "commit" in text
+
+
+def test_a_directory_without_results_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no results"):
+        report.main(["--results", str(tmp_path)])
+
+
+@pytest.mark.long
+def test_report_renders_in_a_browser(out, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here: the page is checked by its parts only")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    count = (
+        "<script>addEventListener('load', () => { document.body.dataset.broken = "
+        "[...document.images].filter(i => !i.naturalWidth).length; });</script></body>"
+    )
+    (tmp_path / "page.html").write_text(page.replace("</body>", count), encoding="utf-8")
+    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    address = (tmp_path / "page.html").as_uri()
+    dump = subprocess.run(
+        [*common, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 'data-broken="0"' in dump.stdout
+    shot = tmp_path / "page.png"
+    subprocess.run(
+        [*common, f"--screenshot={shot}", "--window-size=1280,4000", address],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    with Image.open(shot) as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 100
