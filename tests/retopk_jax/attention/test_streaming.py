@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import Rope, position_angles, rotate
+from models.rope import Rope, position_angles
 from retopk_jax.attention import Step, StreamingLLM
 from retopk_jax.errors import ConfigError
+from retopk_jax.rotary import rotate
 from tests.oracle import baselines as oracle
 from tests.retopk_jax.attention.harness import (
     GROUPS,
