@@ -111,12 +111,21 @@ def plot_attended(
         axis.axhspan(*fact, color=_FACT, alpha=0.6, label="the hidden fact")
         axis.set_xlabel("decode step")
         axis.set_xlim(-0.5, steps - 0.5)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
+        axis.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.12),
+            ncols=4,
+            frameon=False,
+            markerscale=4,
+            columnspacing=1.2,
+            handlelength=1.2,
+        )
     full.set_ylabel("attended position (token)")
     full.set_ylim(0, prompt_tokens + steps)
     figure.suptitle(
         f"Layer {layer}, query head {head}: the head whose exact supports hold most of the "
-        "hidden fact"
+        "hidden fact\n(every method is fed the answer of Full)",
+        fontsize="medium",
     )
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -227,15 +228,16 @@ def _row(
 
 
 _COLUMNS = (
-    "method",
-    "answer",
-    "tokens/s",
-    "reuse / fallback / refresh",
-    "candidates",
-    "agrees with Full",
-    "KV cache",
-    "recall cache",
+    ("method", "method"),
+    ("answer", "answer"),
+    ("tokens/s", "tokens\n/s"),
+    ("reuse / fallback / refresh, %", "reuse/fall/\nrefresh %"),
+    ("candidates", "candi-\ndates"),
+    ("agreement with Full", "agree-\nment"),
+    ("KV cache, MiB", "KV\nMiB"),
+    ("recall cache, MiB", "recall\nMiB"),
 )
+"""Titles on the page and in the terminal."""
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -244,19 +246,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["name"],
         "right" if row["correct"] else "wrong",
         f"{row['tokens_per_second']:.1f}",
-        "-" if shares is None else " / ".join(f"{share:.0%}" for share in shares.values()),
+        "-" if shares is None else "/".join(f"{100 * share:.0f}" for share in shares.values()),
         "-" if shares is None else f"{row['mean_candidates']:.0f}",
         f"{row['agreement']:.0%}",
-        f"{row['bytes']['kv_cache'] / 2**20:.0f} MiB",
-        f"{row['bytes']['recall_cache'] / 2**20:.1f} MiB",
+        f"{row['bytes']['kv_cache'] / 2**20:.0f}",
+        f"{row['bytes']['recall_cache'] / 2**20:.1f}",
     ]
 
 
 def rich_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The results for a terminal."""
-    table = Table()
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
+    """The results for a terminal of 80 columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for column, (_, short) in enumerate(_COLUMNS):
+        table.add_column(short, justify="left" if column < 2 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
     return table
@@ -270,7 +272,7 @@ def markdown(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         f"`{run['model']}` read {run['prompt_tokens']:,} tokens ({run['text']} with a fact hidden "
         f"at token {run['fact_at']:,}) in {run['prefill_seconds']:.1f} s, once for all methods.",
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
+        "| " + " | ".join(title for title, _ in _COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),
         *("| " + " | ".join(_cells(row)) + " |" for row in rows),
         "",
