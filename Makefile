@@ -8,12 +8,13 @@ FIND_PYTHON = for p in "$$PYTHON" python3 python3.12 python3.13 python3.14 pytho
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; \
 	then echo "$$p"; break; fi; done
 
-.PHONY: help env demo test test-long lint format clean
+.PHONY: help env demo test test-long aot lint format clean
 
 help:
 	@echo "make demo       set everything up and decode a long text with Full, Exact Top-K and ReTopK"
 	@echo "make test       set everything up and run the tests"
 	@echo "make test-long  the checks that take minutes"
+	@echo "make aot        compile the GPU kernels without a GPU"
 	@echo "make lint       ruff and pyright"
 	@echo "make env        only set everything up"
 
@@ -44,6 +45,13 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m long
+
+$(VENV)/.installed-aot: $(VENV)/.installed-dev
+	$(PIP) install -q -c constraints.txt -e ".[aot]"
+	@touch $@
+
+aot: $(VENV)/.installed-aot
+	$(BIN)/python -m pytest -m aot
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

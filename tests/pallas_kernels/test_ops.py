@@ -1,0 +1,108 @@
+"""Every implementation of every op beside its plain XLA form, on the same named arguments.
+
+Kernels run in interpret mode here, compiled where there is a GPU.
+"""
+
+import functools
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import specs
+
+CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
+
+
+def run(spec: specs.Spec, implementation: str):
+    op = getattr(importlib.import_module(f"pallas_kernels.{spec.op}"), spec.op)
+    call = functools.partial(op, implementation=implementation, **spec.kwargs)
+    return jax.jit(call)(*spec.args)
+
+
+def assert_same(expected, got) -> None:
+    """Integers equal; floats within the rounding of a sum of as many terms in their dtype."""
+    for (path, want), have in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True
+    ):
+        label = jax.tree_util.keystr(path)
+        assert want.dtype == have.dtype, label
+        assert want.shape == have.shape, label
+        want64, have64 = np.asarray(want, np.float64), np.asarray(have, np.float64)
+        if jnp.issubdtype(want.dtype, jnp.integer):
+            np.testing.assert_array_equal(have64, want64, err_msg=label)
+            continue
+        # Float32 sums may differ in order; narrower results round such sums once more.
+        bound = (64 if want.dtype == jnp.float32 else 2) * float(jnp.finfo(want.dtype).eps)
+        np.testing.assert_allclose(have64, want64, rtol=bound, atol=4 * bound, err_msg=label)
+
+
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[f"{op}-{name}" for op, name in CASES])
+def test_triton_is_reference(op: str, name: str) -> None:
+    spec = specs.spec(op, name)
+    expected = run(spec, "reference")
+    got = run(spec, "triton")
+    if op == "candidates":  # unused slots hold any token
+        keep = np.isfinite(np.asarray(expected.scores))
+        for want, have in ((expected.ids, got.ids), (expected.scores, got.scores)):
+            for row in np.ndindex(want.shape[:2]):
+                np.testing.assert_array_equal(
+                    np.asarray(have)[row][np.isfinite(np.asarray(got.scores))[row]],
+                    np.asarray(want)[row][keep[row]],
+                )
+        np.testing.assert_array_equal(got.unique, expected.unique)
+        return
+    if op == "retopk_step":  # rows that have ended have no defined output or report
+        active = spec.args[6]
+        mask = lambda x: jnp.where(active.reshape(-1, *[1] * (x.ndim - 1)), x, 0)  # noqa: E731
+        expected = expected._replace(
+            **{f: mask(getattr(expected, f)) for f in ("out", "support", "unique")}
+        )
+        got = got._replace(**{f: mask(getattr(got, f)) for f in ("out", "support", "unique")})
+    assert_same(expected, got)
+
+
+def test_support_is_the_same_every_time_and_in_any_row() -> None:
+    shape = specs.Shape(b=3)
+    p = specs.problem(shape, (70, 70, 70), keys="equal")
+    same = {k: jnp.broadcast_to(v[:1], v.shape) for k, v in p.items() if k in ("q", "keys")}
+    from pallas_kernels.exact_support import exact_support
+
+    call = jax.jit(functools.partial(exact_support, budget=16, implementation="triton"))
+    wanted = jnp.ones((3, shape.h), jnp.bool_)
+    first = np.asarray(call(same["q"], same["keys"], p["lengths"], wanted)[0])
+    np.testing.assert_array_equal(first, np.broadcast_to(first[:1], first.shape))
+    for _ in range(100):
+        again = call(same["q"], same["keys"], p["lengths"], wanted)[0]
+        np.testing.assert_array_equal(np.asarray(again), first)
+
+
+def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.exact_support import reference, triton
+
+    monkeypatch.setattr(triton, "_SURVIVORS", 16)
+    monkeypatch.setattr(triton, "_FILTERED", 32)
+    for keys in ("grid", "equal", "close"):
+        p = specs.problem(specs.Shape(), (90, 23), keys=keys)
+        args = (p["q"], p["keys"], p["lengths"], p["wanted"])
+        expected = reference.exact_support(*args, budget=16)
+        assert_same(expected, triton.exact_support(*args, budget=16))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 40])
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e30])
+def test_threshold_of_any_scores(budget: int, spread: float) -> None:
+    from pallas_kernels import triton_lib
+
+    rng = np.random.default_rng(budget)
+    scores = (rng.standard_normal(64) ** 3 * spread).astype(np.float32)
+    scores[rng.integers(0, 64, 8)] = -math.inf
+    scores[10:14] = scores[20]
+    picked = jax.jit(lambda s: triton_lib.pick(triton_lib.order_key(s), budget))(scores)
+    order = np.lexsort((np.arange(64), -scores))
+    best = sorted(i for i in order[:budget] if scores[i] > -math.inf)
+    assert np.flatnonzero(np.asarray(picked.mask)).tolist() == best
+    assert int(picked.number) == len(best)
