@@ -180,7 +180,7 @@ def _variants(
     """The methods; Loki's basis is fitted on the plain essay text, which holds no needle."""
     if not needs_basis(args.methods):
         return make_variants(args.methods, args.budgets, None), None
-    longest = max(args.lengths)
+    longest = min(args.capacity or max(args.lengths), model.decoder.max_positions) - 1
     text = " ".join((words * (1 + 2 * longest // len(words)))[: 2 * longest])
     ids = model.require_tokenizer().backend.encode(text, add_special_tokens=False).ids[:longest]
     tokens = np.asarray(ids, np.int32)

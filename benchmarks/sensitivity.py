@@ -36,11 +36,11 @@ SMOKE = {"budgets": [32], "lengths": [256], "documents": 2, "rows": 2, "suffix":
 
 SETTINGS: dict[str, dict[str, list[Any]]] = {
     "K": {"budget": [0.5, 2]},
-    "C": {"capacity": [16, 64, 128]},
-    "R": {"recall": [1, 2, 8]},
-    "tau": {"tau": [0.7, 0.8, 0.9, 0.95]},
-    "T_r": {"refresh": [0, 16, 32, 64]},
-    "W/C": {"window": [64, 128, 512]},
+    "C": {"capacity": [16, 64]},
+    "R": {"recall": [2, 8]},
+    "tau": {"tau": [0.75, 0.8, 0.9, 0.95]},
+    "T_r": {"refresh": [0, 32, 64]},
+    "W/C": {"window": [64, 512]},
 }
 """What is tried besides the default; K as a multiple of the budget."""
 

@@ -78,9 +78,11 @@ def set_scene(
     basis = None
     calibration = None
     if loki:
-        window = documents.ending(longest)[args.documents]
+        # As long as the cache allows: one basis serves every length.
+        size = min(plan.slots, documents.length, model.decoder.max_positions) - 1
+        window = documents.ending(size)[args.documents]
         basis = cached_basis(args.out, described["fingerprint"] + str(args.rope), model, window)
-        calibration = {"document": documents.names[args.documents], "tokens": longest}
+        calibration = {"document": documents.names[args.documents], "tokens": size}
         documents = documents.first(args.documents)
     variants = make_variants(args.methods, args.budgets, basis) if make is None else make(model)
     for variant in variants:
