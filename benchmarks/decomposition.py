@@ -26,8 +26,7 @@ from pallas_kernels.retopk_step import Remembered, retopk_step
 
 PARTS = {
     "retopk_recall": "recall and candidate scoring",
-    "retopk_reuse": "selection and output of reuse, scan",
-    "retopk_scanned": "selection and output after a scan",
+    "retopk_finish": "selection, output and push",
     "exact_scan": "scan",
     "exact_filter": "filter",
     "exact_select": "selection",

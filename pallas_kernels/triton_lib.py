@@ -190,33 +190,29 @@ class Picked(NamedTuple):
     Attributes:
         mask: which keys.
         number: how many.
-        highest: the largest key.
     """
 
     mask: Array
     number: Array
-    highest: Array
 
 
-def threshold_of(keys: Array, budget: int, spare: int = 0) -> tuple[Array, Array, Array]:
-    """`largest_threshold` of the keys above `NOTHING`, and the largest key."""
-    highest = jnp.max(keys)
+def threshold_of(keys: Array, budget: int, spare: int = 0) -> tuple[Array, Array]:
+    """`largest_threshold` of the keys above `NOTHING`."""
     lowest = jnp.min(jnp.where(keys > NOTHING, keys, LAST))
     valid = jnp.sum(jnp.where(keys > NOTHING, 1, 0))
-    threshold, reached = largest_threshold(
+    return largest_threshold(
         lambda first, second: count_pair(keys, first, second),
         lowest,
         valid,
-        highest + 1,
+        jnp.max(keys) + 1,
         budget,
         spare,
     )
-    return threshold, reached, highest
 
 
 def pick(keys: Array, budget: int) -> Picked:
     """Exact top-``budget`` of int32 keys ``[n]``, never `NOTHING`; ties to the earlier position."""
-    threshold, reached, highest = threshold_of(keys, budget)
+    threshold, reached = threshold_of(keys, budget)
 
     def break_ties() -> Array:
         above = jnp.sum(jnp.where(keys > threshold, 1, 0))
@@ -224,7 +220,7 @@ def pick(keys: Array, budget: int) -> Picked:
         return (keys > threshold) | ((tied > 0) & (above + jnp.cumsum(tied) <= budget))
 
     mask = lax.cond(reached > budget, break_ties, lambda: keys >= threshold)
-    return Picked(mask, jnp.minimum(reached, budget), highest)
+    return Picked(mask, jnp.minimum(reached, budget))
 
 
 def positions_of(mask: Array) -> Array:

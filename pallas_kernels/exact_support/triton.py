@@ -89,7 +89,7 @@ class Scan(NamedTuple):
         held = 16384 // (round_up(dim) * dtype.itemsize)
         tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
-        stretch = max(_FILTERED, round_up(-(-stored // max(1, 512 // (groups * each)))))
+        stretch = max(_FILTERED, round_up(-(-stored // max(1, 256 // (groups * each)))))
         return cls(
             block=block,
             merged=min(8, wide // block),
@@ -222,7 +222,7 @@ def filter_keys(
             other=-float("inf"),
         )
         highest = jnp.max(highest.reshape(-1, split.merged), axis=1)
-        bound, reached, _ = threshold_of(order_key(highest), budget, spare=max(1, budget // 4))
+        bound, reached = threshold_of(order_key(highest), budget, spare=max(1, budget // 4))
         bound = jnp.where(reached < budget, NOTHING + 1, bound)
 
         def keep(i: Array, kept: Array) -> Array:

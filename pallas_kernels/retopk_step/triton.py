@@ -2,10 +2,8 @@
 
 1. ``recall``: every program of a head compares the query with the ring and so knows the path; if
    the head reuses, the program scores its part of the candidates.
-2. ``reuse``: programs of heads that reuse select, attend and push; programs of key-value heads
-   with a head that does not reuse scan a stretch of keys.
-3. The filter of the exact support, for heads that scanned.
-4. ``scanned``: heads that scanned select, attend and push.
+2. The scan and the filter of the exact support, for heads that do not reuse.
+3. ``finish``: selection by the head's path, output, push and counters.
 
 Programs that are not needed end at once; the host decides nothing.
 """
@@ -25,7 +23,7 @@ from pallas_kernels.exact_support.triton import (
     SELECT_WARPS,
     Scan,
     run_filter,
-    scan_keys,
+    run_scan,
     select_listed,
 )
 from pallas_kernels.recall.triton import match_ring
@@ -174,14 +172,17 @@ def retopk_step(
     )
 
     scan = Scan.of(scans, each, stored, dim, keys.dtype, budget)
+    all_scores, highest = run_scan(flat_q, flat_keys, scan_lengths, scan)
+    tokens, counts = run_filter(all_scores, highest, scan_lengths, scan, budget)
     pieces = splits(rows, dim)
 
-    def reuse(
-        q_ref: Ref,  # [BH, D]
-        keys_ref: Ref,  # [BG, S, D]
+    def finish(
         values_ref: Ref,  # [BG, S, D]
         ids_ref: Ref,  # [BH, N]
         candidate_scores_ref: Ref,  # [BH, N]
+        all_scores_ref: Ref,  # [BH, S]
+        tokens_ref: Ref,  # [BH, P * stretch]
+        counts_ref: Ref,  # [BH, P]
         qbar_ref: Ref,  # [BH, D]
         path_ref: Ref,  # [BH]
         reuse_length_ref: Ref,  # [BH]
@@ -198,123 +199,27 @@ def retopk_step(
         out_ref: Ref,  # [BH, D]
         support_ref: Ref,  # [BH, K]
         unique_ref: Ref,  # [BH]
-        all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
-        scores_ref: Ref,  # [BH, K] scratch
-    ) -> None:
-        program = pl.program_id(0)
-
-        @pl.when(program < scans * scan.programs)
-        def _() -> None:
-            scan_keys(
-                q_ref,
-                keys_ref,
-                scan_length_ref,
-                all_scores_ref,
-                highest_ref,
-                program // scan.programs,
-                program % scan.programs,
-                scan,
-            )
-
-        @pl.when(program >= scans * scan.programs)
-        def _() -> None:
-            number = program - scans * scan.programs
-            row, split = number // pieces, number % pieces
-            pushed = pushed_ref[row // heads]
-            reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
-
-            @pl.when(reuse_length > 0)
-            def _() -> None:
-                best, unique = select_slots(
-                    ids_ref, candidate_scores_ref, support_ref, scores_ref, row
-                )
-                barrier()
-                attend_support(
-                    support_ref, scores_ref, values_ref, out_ref, row, split, best, pieces=pieces
-                )
-
-                @pl.when(split == 0)
-                def _() -> None:
-                    unique_ref[row] = unique
-                    new_total_ref[row] = total_ref[row] + unique
-                    _push_support(support_ref, new_supports_ref, row, pushed)
-
-            @pl.when((reuse_length <= 0) & (split == 0))
-            def _() -> None:
-                unique_ref[row] = 0
-
-            @pl.when((reuse_length + scan_length > 0) & (split == 0))
-            def _() -> None:
-                d = lax.iota(jnp.int32, round_up(dim))
-                qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
-                store_at(new_queries_ref, qbar, row, pushed % capacity, d, mask=d < dim)
-                path = path_ref[row]
-                new_paths_ref[row, path] = paths_ref[row, path] + 1
-
-            @pl.when((reuse_length + scan_length <= 0) & (split == 0))
-            def _() -> None:
-                pad_support(support_ref, scores_ref, row, jnp.int32(0))
-                d = lax.iota(jnp.int32, round_up(dim))
-                zeros = jnp.zeros(d.shape, out_ref.dtype)
-                store_at(out_ref, zeros, row, d, mask=d < dim)
-
-    queries, supports, paths, total, out, support, unique, all_scores, highest, _ = call(
-        reuse,
-        name="retopk_reuse",
-        grid=(scans * scan.programs + rows * pieces,),
-        outputs=[
-            jax.ShapeDtypeStruct(flat_queries.shape, flat_queries.dtype),
-            jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
-            jax.ShapeDtypeStruct((rows, 3), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((rows, dim), values.dtype),
-            jax.ShapeDtypeStruct((rows, budget), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-            *scan.outputs(rows, stored),
-            jax.ShapeDtypeStruct((rows, budget), jnp.float32),
-        ],
-        warps=scan.warps,
-        stages=scan.stages,
-        aliases={10: 0, 11: 1, 12: 2, 13: 3},
-    )(
-        flat_q,
-        flat_keys,
-        flat_values,
-        ids,
-        candidate_scores,
-        qbar,
-        path,
-        reuse_lengths,
-        scan_lengths,
-        remembered.pushed,
-        flat_queries,
-        flat_supports,
-        remembered.paths.reshape(rows, 3),
-        remembered.candidates.reshape(rows),
-    )
-
-    tokens, counts = run_filter(all_scores, highest, scan_lengths, scan, budget)
-
-    def scanned(
-        values_ref: Ref,  # [BG, S, D]
-        all_scores_ref: Ref,  # [BH, S]
-        tokens_ref: Ref,  # [BH, P * stretch]
-        counts_ref: Ref,  # [BH, P]
-        scan_length_ref: Ref,  # [BH]
-        pushed_ref: Ref,  # [B]
-        out_reuse_ref: Ref,  # [BH, D]
-        support_reuse_ref: Ref,  # [BH, K]
-        supports_reuse_ref: Ref,  # [BH, C, K]
-        out_ref: Ref,  # [BH, D] aliased
-        support_ref: Ref,  # [BH, K] aliased
-        supports_ref: Ref,  # [BH, C, K] aliased
         scores_ref: Ref,  # [BH, K] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
+        pushed = pushed_ref[row // heads]
+        reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
 
-        @pl.when(scan_length_ref[row] > 0)
+        @pl.when(reuse_length > 0)
+        def _() -> None:
+            unique = select_slots(ids_ref, candidate_scores_ref, support_ref, scores_ref, row)
+
+            @pl.when(split == 0)
+            def _() -> None:
+                unique_ref[row] = unique
+                new_total_ref[row] = total_ref[row] + unique
+
+        @pl.when((reuse_length <= 0) & (split == 0))
+        def _() -> None:
+            unique_ref[row] = 0
+
+        @pl.when(scan_length > 0)
         def _() -> None:
             select_listed(
                 all_scores_ref,
@@ -326,40 +231,56 @@ def retopk_step(
                 row,
                 scan,
             )
-            barrier()
-            k = lax.iota(jnp.int32, round_up(budget))
-            best = jnp.max(load_at(scores_ref, row, k, mask=k < budget, other=-float("inf")))
-            attend_support(
-                support_ref, scores_ref, values_ref, out_ref, row, split, best, pieces=pieces
-            )
 
-            @pl.when(split == 0)
-            def _() -> None:
-                _push_support(support_ref, supports_ref, row, pushed_ref[row // heads])
+        @pl.when(reuse_length + scan_length <= 0)
+        def _() -> None:
+            pad_support(support_ref, scores_ref, row, jnp.int32(0))
 
-    out, support, supports, *_ = call(
-        scanned,
-        name="retopk_scanned",
+        barrier()
+        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+
+        @pl.when((reuse_length + scan_length > 0) & (split == 0))
+        def _() -> None:
+            _push_support(support_ref, new_supports_ref, row, pushed)
+            d = lax.iota(jnp.int32, round_up(dim))
+            qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
+            store_at(new_queries_ref, qbar, row, pushed % capacity, d, mask=d < dim)
+            path = path_ref[row]
+            new_paths_ref[row, path] = paths_ref[row, path] + 1
+
+    queries, supports, paths, total, out, support, unique, *_ = call(
+        finish,
+        name="retopk_finish",
         grid=(rows, pieces),
         outputs=[
+            jax.ShapeDtypeStruct(flat_queries.shape, flat_queries.dtype),
+            jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
+            jax.ShapeDtypeStruct((rows, 3), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
-            jax.ShapeDtypeStruct(flat_supports.shape, jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,
-        aliases={6: 0, 7: 1, 8: 2},
+        aliases={11: 0, 12: 1, 13: 2, 14: 3},
     )(
         flat_values,
+        ids,
+        candidate_scores,
         all_scores,
         tokens,
         counts,
+        qbar,
+        path,
+        reuse_lengths,
         scan_lengths,
         remembered.pushed,
-        out,
-        support,
-        supports,
+        flat_queries,
+        flat_supports,
+        remembered.paths.reshape(rows, 3),
+        remembered.candidates.reshape(rows),
     )
     return ReTopKStep(
         out.reshape(batch, heads, dim),

@@ -10,7 +10,6 @@ from pallas_kernels.triton_lib import (
     Ref,
     call,
     check,
-    key_score,
     load_at,
     order_key,
     pick,
@@ -44,14 +43,13 @@ def write_picked(
     support_ref: Ref,  # [BH, K]
     scores_ref: Ref,  # [BH, K]
     row: Array,
-) -> Array:
-    """Writes the support of one head, chosen from ascending tokens; returns the largest score."""
-    mask, picked, highest = pick(order_key(scores), support_ref.shape[1])
+) -> None:
+    """Writes the support of one head, chosen from ascending tokens."""
+    mask, picked = pick(order_key(scores), support_ref.shape[1])
     place = positions_of(mask)
     store_at(support_ref, tokens, row, place, mask=mask)
     store_at(scores_ref, scores, row, place, mask=mask)
     pad_support(support_ref, scores_ref, row, picked)
-    return key_score(highest)
 
 
 def select_slots(
@@ -60,14 +58,14 @@ def select_slots(
     support_ref: Ref,  # [BH, K]
     scores_ref: Ref,  # [BH, K]
     row: Array,
-) -> tuple[Array, Array]:
-    """Selects among the slots of one head; returns the largest score and the tokens there are."""
+) -> Array:
+    """Selects among the slots of one head; returns how many hold a token."""
     total = ids_ref.shape[1]
     lane = lax.iota(jnp.int32, round_up(total))
     tokens = load_at(ids_ref, row, lane, mask=lane < total, other=-1)
     scores = load_at(candidate_scores_ref, row, lane, mask=lane < total, other=-float("inf"))
-    best = write_picked(tokens, scores, support_ref, scores_ref, row)
-    return best, jnp.sum(jnp.where(tokens >= 0, 1, 0))
+    write_picked(tokens, scores, support_ref, scores_ref, row)
+    return jnp.sum(jnp.where(tokens >= 0, 1, 0))
 
 
 def select_warps(total: int) -> int:

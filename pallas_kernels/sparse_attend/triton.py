@@ -20,18 +20,16 @@ def attend_support(
     out_ref: Ref,  # [BH, D]
     row: Array,
     split: Array,
-    best: Array,
     *,
     pieces: int,
 ) -> None:
-    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions.
-
-    ``best`` is the largest score, or minus infinity without any.
-    """
+    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions."""
     heads, budget = support_ref.shape
     dim = values_ref.shape[2]
     width = round_up(dim) // pieces
     group = row // (heads // values_ref.shape[0])
+    lane = lax.iota(jnp.int32, round_up(budget))
+    best = jnp.max(load_at(scores_ref, row, lane, mask=lane < budget, other=-float("inf")))
     best = jnp.where(best > -float("inf"), best, 0.0)
     d = split * width + lax.iota(jnp.int32, width)
     block = min(round_up(budget), max(16, 32768 // width))
@@ -75,11 +73,7 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
         out_ref: Ref,  # [BH, D]
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        k = lax.iota(jnp.int32, round_up(budget))
-        best = jnp.max(load_at(scores_ref, row, k, mask=k < budget, other=-float("inf")))
-        attend_support(
-            support_ref, scores_ref, values_ref, out_ref, row, split, best, pieces=pieces
-        )
+        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
 
     run = call(
         kernel,
