@@ -78,9 +78,9 @@ class ReTopK(AttentionMethod):
                 f"recall={self.recall}: expected at most capacity={self.capacity}, "
                 "the entries there are to recall"
             )
-        if isinstance(self.tau, (bool, int, float, str)):  # traced inside jit
+        if isinstance(self.tau, (bool, int, float, str, np.generic)):  # traced inside jit
             check_number("tau", self.tau, minimum=-1.0)
-        if isinstance(self.refresh, (bool, int, float, str)):
+        if isinstance(self.refresh, (bool, int, float, str, np.generic)):
             check_integer("refresh", self.refresh, minimum=0)
 
     @property

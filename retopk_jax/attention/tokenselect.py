@@ -77,7 +77,7 @@ class TokenSelect(AttentionMethod):
         check_integer("initial", self.initial, minimum=0)
         check_integer("selected", self.selected, minimum=1)
         check_integer("local", self.local, minimum=1)
-        if isinstance(self.theta, (bool, int, float, str)):  # traced inside jit
+        if isinstance(self.theta, (bool, int, float, str, np.generic)):  # traced inside jit
             check_number("theta", self.theta, minimum=-1.0)
 
     @property
