@@ -71,9 +71,11 @@ def build(length: int, batch: int) -> tuple[list[Layer], list[Remembered]]:
         queries += NOISE * normal(noise, (QUERIES + CAPACITY, batch, HEADS, DIM))
         queries = queries.astype(jnp.bfloat16)
         layers.append(Layer(keys, normal(v, keys.shape), jnp.asarray(queries[CAPACITY:]), lengths))
+        ring_queries, supports = ring(jnp.moveaxis(queries[:CAPACITY], 0, 2), keys)
         rings.append(
             Remembered(
-                *ring(jnp.moveaxis(queries[:CAPACITY], 0, 2), keys),
+                ring_queries,
+                supports,
                 jnp.full((batch,), CAPACITY, jnp.int32),
                 jnp.zeros((batch, HEADS, 3), jnp.int32),
                 jnp.zeros((batch, HEADS), jnp.int32),
