@@ -38,7 +38,9 @@ from pallas_kernels.triton_lib import (
 _FILTERED = 4096
 """Keys that a program of the filter holds."""
 _SURVIVORS = 2048
-"""Listed keys that a selection holds in registers; with more it reads them again and again."""
+"""Listed keys that a selection holds in registers."""
+_CHUNK = 256
+"""Listed keys that it reads at a time, again and again, when there are more."""
 
 
 class Scan(NamedTuple):
@@ -256,12 +258,11 @@ def select_listed(
     listed = jnp.sum(counts)
     store_at(starts_ref, jnp.cumsum(counts) - counts, row, part, mask=inside)
     barrier()
-    lane = lax.iota(jnp.int32, _SURVIVORS)
 
-    def load(i: Array) -> tuple[Array, Array]:
+    def load(i: Array, size: int) -> tuple[Array, Array]:
         """Tokens and scores of the i-th part of the concatenated lists."""
-        position = i * _SURVIVORS + lane
-        stretch = jnp.zeros(lane.shape, jnp.int32)
+        position = i * size + lax.iota(jnp.int32, size)
+        stretch = jnp.zeros(position.shape, jnp.int32)
         step = stretches // 2
         while step:
             ahead = stretch + step
@@ -277,22 +278,22 @@ def select_listed(
 
     @pl.when(listed <= _SURVIVORS)
     def _() -> None:
-        token, score = load(jnp.int32(0))
+        token, score = load(jnp.int32(0), _SURVIVORS)
         write_picked(token, score, support_ref, scores_ref, row)
 
     @pl.when(listed > _SURVIVORS)
     def _() -> None:
-        parts = (listed + (_SURVIVORS - 1)) // _SURVIVORS
+        parts = (listed + (_CHUNK - 1)) // _CHUNK
 
         def count(first: Array, second: Array) -> tuple[Array, Array]:
             def add(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-                one, two = count_pair(order_key(load(i)[1]), first, second)
+                one, two = count_pair(order_key(load(i, _CHUNK)[1]), first, second)
                 return counts[0] + one, counts[1] + two
 
             return lax.fori_loop(0, parts, add, (jnp.int32(0), jnp.int32(0)))
 
         def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            key = order_key(load(i)[1])
+            key = order_key(load(i, _CHUNK)[1])
             lowest = jnp.min(jnp.where(key > NOTHING, key, LAST))
             return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], jnp.max(key))
 
@@ -303,7 +304,7 @@ def select_listed(
 
         def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             written, ties = carry
-            token, score = load(i)
+            token, score = load(i, _CHUNK)
             key = order_key(score)
             tied = jnp.where(key == threshold, 1, 0)
             mask = (key > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))

@@ -16,7 +16,7 @@ def prefill_supports(
     groups, stored = keys.shape[1:3]
     each = heads // groups
     check(each <= 64, "up to 64 query heads a key-value head")
-    together = min(count, 64 // each)
+    together = min(count, max(1, 16 // each))  # more rows spill registers in the scan
     steps = -(-count // together)
     extra = steps * together - count
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, extra), (0, 0)))

@@ -84,6 +84,7 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
     from pallas_kernels.exact_support import reference, triton
 
     monkeypatch.setattr(triton, "_SURVIVORS", 16)
+    monkeypatch.setattr(triton, "_CHUNK", 16)
     monkeypatch.setattr(triton, "_FILTERED", 32)
     for keys in ("grid", "equal", "close"):
         p = specs.problem(specs.Shape(), (90, 23), keys=keys)
