@@ -41,7 +41,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks demo --out demo_out
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not long and not aot"
+	$(BIN)/python -m pytest -n 2 -m "not long and not aot"
 
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m long
