@@ -42,6 +42,9 @@ class ReTopKState:
 class ReTopK(AttentionMethod):
     """Similarity-guided reuse of top-K supports.
 
+    A sequence of at most K tokens is attended whole, as by `Full`, if W >= C; with a shorter window
+    a reuse can miss tokens that are older than the window and newer than every recalled support.
+
     Changing `tau` or `refresh` does not recompile a step; the sizes do.
 
     Attributes:
