@@ -130,6 +130,32 @@ def problem(
     }
 
 
+def _ranking(shape: Shape, lengths: jax.Array, name: str) -> jax.Array:
+    """Scores ``[B, H, S]`` with ties, −inf beyond the lengths, and what the name says."""
+    rng = np.random.default_rng(1)
+    scores = rng.integers(-6, 7, (shape.b, shape.h, shape.s)).astype(np.float32) / 4.0
+    scores[np.arange(shape.s) >= np.asarray(lengths)[:, None, None].repeat(shape.h, 1)] = -np.inf
+    last = shape.s - 1
+    if name == "equal_scores":
+        scores[scores > -np.inf] = 0.5
+    elif name == "few_finite":
+        scores[rng.random(scores.shape) < 1.0 - 0.5 * shape.k / shape.s] = -np.inf
+    elif name == "none_finite":
+        scores[:] = -np.inf
+    elif name == "some_forced":  # as methods force the last tokens
+        scores[..., last - shape.k // 4 : last] = np.inf
+    elif name == "only_forced":
+        scores[:] = -np.inf
+        scores[..., 1] = scores[..., last] = np.inf
+    elif name == "many_forced":
+        scores[..., 1 : last - 1 : 2] = np.inf
+    elif name == "close_scores":
+        scores = np.nextafter(np.float32(1.0), np.where(scores > 0, np.float32(2.0), 1.0)) - 0.0
+    elif name == "skewed":
+        scores = np.exp(rng.standard_normal(scores.shape) * 20.0)
+    return jnp.asarray(scores, jnp.float32)
+
+
 def _of_op(op: str, name: str, shape: Shape, p: dict[str, Any]) -> Spec:
     remembered: Remembered = p["remembered"]
     no = jnp.zeros((shape.b,), jnp.bool_)
@@ -150,6 +176,10 @@ def _of_op(op: str, name: str, shape: Shape, p: dict[str, Any]) -> Spec:
         full = (shape.b, shape.h, n)
         args = (jnp.asarray(ids.reshape(full), jnp.int32), jnp.asarray(scores.reshape(full)))
         return Spec(op, name, args, {"budget": shape.k})
+    if op == "top_k":
+        return Spec(op, name, (_ranking(shape, p["lengths"], name),), {"budget": shape.k})
+    if op == "support_scores":
+        return Spec(op, name, (p["q"], p["keys"], remembered.supports[:, :, 1]), {})
     if op == "sparse_attend":
         support = remembered.supports[:, :, 0]
         scores = jnp.asarray(rng.standard_normal(support.shape), jnp.float32)
@@ -181,6 +211,8 @@ OPS = (
     "recall",
     "candidates",
     "select",
+    "top_k",
+    "support_scores",
     "sparse_attend",
     "exact_support",
     "full_attention",
@@ -213,11 +245,27 @@ _ONLY_STEP = {
     ),
     "float16": lambda: ((s := Shape(b=1, dtype=jnp.float16)), problem(s, (90,))),
 }
+_ONLY_TOP_K = {
+    name: lambda: (_SMALL, problem(_SMALL, (96, 23)))
+    for name in (
+        "equal_scores",
+        "few_finite",
+        "none_finite",
+        "some_forced",
+        "only_forced",
+        "many_forced",
+        "close_scores",
+        "skewed",
+    )
+} | {
+    "budget_above_stored": lambda: ((s := Shape(k=100)), problem(s, (96, 23))),
+    "one_of_one": lambda: ((s := Shape(b=1, h=1, g=1, s=1, k=1)), problem(s, (1,))),
+}
 
 
 def spec(op: str, name: str) -> Spec:
     """The arguments of that name for an op."""
-    shape, arguments = {**_PROBLEMS, **_ONLY_STEP}[name]()
+    shape, arguments = {**_PROBLEMS, **_ONLY_STEP, **_ONLY_TOP_K}[name]()
     return _of_op(op, name, shape, arguments)
 
 
@@ -226,6 +274,15 @@ def names(op: str) -> list[str]:
     relevant = {
         "recall": ("ragged", "boundary_1_k"),
         "select": ("ragged",),
+        "top_k": ("ragged", "boundary_k-1_k+1", *_ONLY_TOP_K),
+        "support_scores": (
+            "ragged",
+            "empty_supports",
+            "boundary_1_k",
+            "bad_keys",
+            "one_group_odd_sizes",
+            "float16",
+        ),
         "sparse_attend": ("ragged", "empty_supports", "boundary_1_k"),
         "full_attention": ("ragged", "full", "bad_keys", "boundary_1_k"),
         "prefill_supports": ("ragged", "equal_keys", "bad_keys", "boundary_1_k"),

@@ -24,6 +24,8 @@ LAST = 2**31 - 1
 """Sorts after every token."""
 NOTHING = -(2**31) + 0x7FFFFF
 """`order_key` of minus infinity; every finite score has a larger key."""
+INFINITE = 0x7F800000
+"""`order_key` of plus infinity."""
 
 Array = jax.Array
 Ref = Any
@@ -127,6 +129,7 @@ def largest_threshold(
     high: Array,
     budget: int,
     spare: int = 0,
+    count_high: Array | int = 0,
 ) -> tuple[Array, Array]:
     """A key t that at least ``budget`` and at most ``budget + spare`` keys reach, if there is one.
 
@@ -138,9 +141,10 @@ def largest_threshold(
         count: numbers of keys that are at least each of two probes.
         low: a key that at least ``budget`` keys reach, or that all reach.
         count_low: number of keys that reach ``low``.
-        high: a key that none reaches.
+        high: a key that none reaches, or fewer than ``budget``.
         budget: K.
         spare: how many more than K may reach t.
+        count_high: number of keys that reach ``high``.
 
     Returns:
         t and the number of keys that reach it; below ``budget`` only if all keys together are.
@@ -172,9 +176,41 @@ def largest_threshold(
             turn + 1,
         )
 
-    zero = jnp.int32(0)
-    low, count_low, _, _, _ = lax.while_loop(unfinished, narrow, (low, count_low, high, zero, zero))
+    carry = (low, count_low, high, jnp.asarray(count_high, jnp.int32), jnp.int32(0))
+    low, count_low, _, _, _ = lax.while_loop(unfinished, narrow, carry)
     return low, count_low
+
+
+def threshold_within(
+    count: Callable[[Array, Array], tuple[Array, Array]],
+    low: Array,
+    valid: Array,
+    highest: Array,
+    infinite: Array,
+    budget: int,
+    spare: int = 0,
+) -> tuple[Array, Array]:
+    """`largest_threshold` of keys of which some may be `INFINITE`: those have no place on a line.
+
+    Args:
+        count: see `largest_threshold`.
+        low: the smallest key above `NOTHING`, or a key below it that is.
+        valid: number of keys that reach ``low``.
+        highest: the largest key below `INFINITE`.
+        infinite: number of keys that are `INFINITE`.
+        budget: K.
+        spare: see `largest_threshold`.
+    """
+    enough = infinite >= budget
+    return largest_threshold(
+        count,
+        jnp.where(enough, INFINITE, low),
+        jnp.where(enough, infinite, valid),
+        jnp.where(enough, INFINITE + 1, highest + 1),
+        budget,
+        spare,
+        jnp.where(enough, 0, infinite),
+    )
 
 
 def count_pair(keys: Array, first: Array, second: Array) -> tuple[Array, Array]:
@@ -197,14 +233,16 @@ class Picked(NamedTuple):
 
 
 def threshold_of(keys: Array, budget: int, spare: int = 0) -> tuple[Array, Array]:
-    """`largest_threshold` of the keys above `NOTHING`."""
+    """`largest_threshold` of the keys above `NOTHING` (of fewer than 2**15 keys)."""
     lowest = jnp.min(jnp.where(keys > NOTHING, keys, LAST))
-    valid = jnp.sum(jnp.where(keys > NOTHING, 1, 0))
-    return largest_threshold(
+    highest = jnp.max(jnp.where(keys < INFINITE, keys, NOTHING))
+    valid, infinite = count_pair(keys, jnp.int32(NOTHING + 1), jnp.int32(INFINITE))
+    return threshold_within(
         lambda first, second: count_pair(keys, first, second),
         lowest,
         valid,
-        jnp.max(keys) + 1,
+        highest,
+        infinite,
         budget,
         spare,
     )

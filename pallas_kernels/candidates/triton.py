@@ -73,7 +73,7 @@ def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[
     return jnp.where(slot < 0, 0, below), (last == wanted) & (slot >= 0)
 
 
-def _score_keys(
+def score_keys(
     q_ref: Ref, keys_ref: Ref, row: Array, group: Array, tokens: Array, wanted: Array
 ) -> Array:
     """Scores of one block of keys; those not wanted are not read."""
@@ -143,7 +143,7 @@ def score_candidates(
             through = jnp.where(token < 0, budget, below + jnp.where(found, 1, 0))
             rank += jnp.where(earlier, through, below)
         token = jnp.where(drop, -1, token)
-        scores = _score_keys(q_ref, keys_ref, row, group, token, ~drop)
+        scores = score_keys(q_ref, keys_ref, row, group, token, ~drop)
         store_at(ids_ref, token, row, rank, mask=inside)
         store_at(scores_ref, scores, row, rank, mask=inside)
         return carry
@@ -154,7 +154,7 @@ def score_candidates(
         inside = position < window
         wanted = inside & (start + position >= 0)
         token = jnp.where(wanted, start + position, -1)
-        scores = _score_keys(q_ref, keys_ref, row, group, token, wanted)
+        scores = score_keys(q_ref, keys_ref, row, group, token, wanted)
         store_at(ids_ref, token, row, entries * budget + position, mask=inside)
         store_at(scores_ref, scores, row, entries * budget + position, mask=inside)
         return carry

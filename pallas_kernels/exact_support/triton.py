@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.select.triton import pad_support, write_picked
 from pallas_kernels.triton_lib import (
+    INFINITE,
     LAST,
     NOTHING,
     Array,
@@ -27,20 +28,32 @@ from pallas_kernels.triton_lib import (
     check,
     count_pair,
     finite_scores,
-    largest_threshold,
     load_at,
     order_key,
     round_up,
     store_at,
     threshold_of,
+    threshold_within,
 )
 
-_FILTERED = 4096
+_FILTERED = 1024
 """Keys that a program of the filter holds."""
+_FILTERS = 4096
+"""Programs of the filter that fill a GPU: with more, each reads more than it holds."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds in registers."""
 _CHUNK = 256
 """Listed keys that it reads at a time, again and again, when there are more."""
+
+
+def _blocks(budget: int) -> int:
+    """Blocks of keys whose largest scores make a tight bound."""
+    return max(1024, 2 * round_up(budget))
+
+
+def _stretch(rows: int, stored: int) -> int:
+    """Keys that a program of the filter reads."""
+    return max(_FILTERED, round_up(-(-stored // max(1, _FILTERS // rows))))
 
 
 class Scan(NamedTuple):
@@ -84,14 +97,13 @@ class Scan(NamedTuple):
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
-        blocks = max(1024, 2 * round_up(budget))  # enough for a tight bound
-        wide = max(8, round_up(-(-stored // blocks)))
+        wide = max(8, round_up(-(-stored // _blocks(budget))))
         block = min(32, wide)  # in the scan: held by one warp
         check(-(-stored // block) <= 2**15, "up to 1,048,576 stored tokens")
         held = 16384 // (round_up(dim) * dtype.itemsize)
         tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
-        stretch = max(_FILTERED, round_up(-(-stored // max(1, 256 // (groups * each)))))
+        stretch = _stretch(groups * each, stored)
         return cls(
             block=block,
             merged=min(8, wide // block),
@@ -100,6 +112,22 @@ class Scan(NamedTuple):
             programs=-(-stored // (tile * tiles)),
             warps=4 if each <= 16 else 8,
             stages=3,
+            stretch=stretch,
+            stretches=-(-stored // stretch),
+        )
+
+    @classmethod
+    def of_scores(cls, rows: int, stored: int, budget: int) -> "Scan":
+        """The filter's part, for ``rows`` of ``stored`` scores that are there already."""
+        stretch = _stretch(rows, stored)
+        return cls(
+            block=max(8, round_up(-(-stored // _blocks(budget)))),
+            merged=1,
+            tile=0,
+            tiles=0,
+            programs=0,
+            warps=0,
+            stages=0,
             stretch=stretch,
             stretches=-(-stored // stretch),
         )
@@ -295,10 +323,12 @@ def select_listed(
         def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             key = order_key(load(i, _CHUNK)[1])
             lowest = jnp.min(jnp.where(key > NOTHING, key, LAST))
-            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], jnp.max(key))
+            highest = jnp.max(jnp.where(key < INFINITE, key, NOTHING))
+            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], highest)
 
-        low, high = lax.fori_loop(0, parts, widen, (jnp.int32(LAST), jnp.int32(NOTHING)))
-        threshold, reached = largest_threshold(count, low, listed, high + 1, budget)
+        low, highest = lax.fori_loop(0, parts, widen, (jnp.int32(LAST), jnp.int32(NOTHING)))
+        infinite, _ = count(jnp.int32(INFINITE), jnp.int32(INFINITE))
+        threshold, reached = threshold_within(count, low, listed, highest, infinite, budget)
         above, _ = count(threshold + 1, threshold + 1)
         room = jnp.where(reached > budget, budget - above, LAST)
 
@@ -318,7 +348,7 @@ def select_listed(
         pad_support(support_ref, scores_ref, row, written)
 
 
-FILTER_WARPS = 8
+FILTER_WARPS = 4
 SELECT_WARPS = 8
 
 
@@ -384,25 +414,18 @@ def run_filter(
     )(scores, highest, lengths)
 
 
-def exact_rows(
-    q: jax.Array, keys: jax.Array, lengths: jax.Array, *, budget: int
+def run_select(
+    scores: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+    lengths: jax.Array,
+    split: Scan,
+    budget: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Exact top-K of queries that each see a prefix of the keys.
+    """Support and scores ``[BH, K]``, as `select_listed` writes them; none for length 0."""
+    rows = lengths.shape[0]
 
-    Args:
-        q: ``[BH, D]``; the queries of a key-value head follow each other.
-        keys: ``[BG, S, D]``.
-        lengths: int32 ``[BH]``, keys that a query sees; 0 costs nothing.
-        budget: K.
-
-    Returns:
-        Support and scores, ``[BH, K]``.
-    """
-    rows, dim = q.shape
-    groups, stored, _ = keys.shape
-    split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
-
-    def select(
+    def kernel(
         all_scores_ref: Ref,  # [BH, S]
         tokens_ref: Ref,  # [BH, P * stretch]
         counts_ref: Ref,  # [BH, P]
@@ -431,10 +454,8 @@ def exact_rows(
         def _() -> None:
             pad_support(support_ref, scores_ref, row, jnp.int32(0))
 
-    scores, highest = run_scan(q, keys, lengths, split)
-    tokens, counts = run_filter(scores, highest, lengths, split, budget)
     support, kept, _ = call(
-        select,
+        kernel,
         name="exact_select",
         grid=(rows,),
         outputs=[
@@ -445,6 +466,28 @@ def exact_rows(
         warps=SELECT_WARPS,
     )(scores, tokens, counts, lengths)
     return support, kept
+
+
+def exact_rows(
+    q: jax.Array, keys: jax.Array, lengths: jax.Array, *, budget: int
+) -> tuple[jax.Array, jax.Array]:
+    """Exact top-K of queries that each see a prefix of the keys.
+
+    Args:
+        q: ``[BH, D]``; the queries of a key-value head follow each other.
+        keys: ``[BG, S, D]``.
+        lengths: int32 ``[BH]``, keys that a query sees; 0 costs nothing.
+        budget: K.
+
+    Returns:
+        Support and scores, ``[BH, K]``.
+    """
+    rows, dim = q.shape
+    groups, stored, _ = keys.shape
+    split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
+    scores, highest = run_scan(q, keys, lengths, split)
+    tokens, counts = run_filter(scores, highest, lengths, split, budget)
+    return run_select(scores, tokens, counts, lengths, split, budget)
 
 
 def exact_support(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.support_scores import reference
+from pallas_kernels.support_scores import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.support_scores}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.support_scores, "triton": triton.support_scores}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def support_scores(

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.top_k import reference
+from pallas_kernels.top_k import reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.top_k}
-_PREFERENCE: dict[str, tuple[str, ...]] = {}
+_IMPLEMENTATIONS = {"reference": reference.top_k, "triton": triton.top_k}
+_PREFERENCE = {"gpu": ("triton",)}
 
 
 def top_k(

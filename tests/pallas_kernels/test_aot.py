@@ -81,6 +81,9 @@ def _arguments(op: str):
         "recall": ((q, ring, _shape(B)), {"entries": R}),
         "candidates": ((q, cache, supports, _shape(B, H, R), _shape(B)), {"window": W}),
         "select": ((_shape(B, H, slots_total), f32(B, H, slots_total)), {"budget": K}),
+        "top_k": ((f32(B, H, S),), {"budget": K}),
+        "top_k_of_few": ((f32(B, H, 8192),), {"budget": 32}),
+        "support_scores": ((q, cache, _shape(B, H, K)), {}),
         "sparse_attend": ((cache, _shape(B, H, K), f32(B, H, K)), {}),
         "exact_support": ((q, cache, _shape(B), flag(B, H)), {"budget": K}),
         "full_attention": ((q, cache, cache, _shape(B)), {}),
@@ -99,6 +102,9 @@ def _arguments(op: str):
         "recall",
         "candidates",
         "select",
+        "top_k",
+        "top_k_of_few",
+        "support_scores",
         "sparse_attend",
         "exact_support",
         "full_attention",
@@ -117,7 +123,8 @@ def test_kernels_compile_without_spills(op: str, target: str) -> None:
     sharding = SingleDeviceSharding(topology.devices[0])
     shapes, kwargs = _arguments(op)
     args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+    name = op.removesuffix("_of_few")
+    function = getattr(importlib.import_module(f"pallas_kernels.{name}"), name)
     call = functools.partial(function, implementation="triton", **kwargs)
     donate = (3,) if op == "retopk_step" else ()
     gpu = AbstractDevice(device_kind=device["name"], num_cores=None, platform="gpu")

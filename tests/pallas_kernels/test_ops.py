@@ -93,6 +93,32 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
         assert_same(expected, triton.exact_support(*args, budget=16))
 
 
+@pytest.mark.parametrize("name", specs.names("top_k"))
+def test_top_k_of_many_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.exact_support import triton as exact
+    from pallas_kernels.top_k import triton
+
+    monkeypatch.setattr(triton, "_HELD", 0)
+    monkeypatch.setattr(triton, "_TILE", 32)
+    monkeypatch.setattr(exact, "_FILTERED", 32)
+    spec = specs.spec("top_k", name)
+    expected = run(spec, "reference")
+    assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
+    monkeypatch.setattr(exact, "_SURVIVORS", 16)
+    monkeypatch.setattr(exact, "_CHUNK", 16)
+    assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
+
+
+def test_top_k_of_a_long_row() -> None:
+    from pallas_kernels.top_k import top_k
+
+    rng = np.random.default_rng(0)
+    scores = jnp.asarray(rng.standard_normal((1, 2, 20000)), jnp.float32)
+    scores = scores.at[:, 0, 15000:].set(-jnp.inf).at[:, 1, 19900:].set(jnp.inf)
+    expected = top_k(scores, budget=512, implementation="reference")
+    assert_same(expected, top_k(scores, budget=512, implementation="triton"))
+
+
 @pytest.mark.parametrize("budget", [1, 2, 7, 40])
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e30])
 def test_threshold_of_any_scores(budget: int, spread: float) -> None:
