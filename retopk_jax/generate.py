@@ -223,7 +223,7 @@ def continue_from(
     sampling = make_sampling(temperature, top_k, top_p)
     _check_run(max_new_tokens, seed)
     _check_stop(model, stop, on_text)
-    lengths = np.asarray(context.cache.lengths)
+    lengths = np.array(context.cache.lengths)  # a copy: the cache is donated
     room = min(context.cache.capacity, model.decoder.max_positions) - int(lengths.max())
     if max_new_tokens > room:
         raise CapacityError(
