@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks decomposition", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the results")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
+    parser.add_argument("--commit", help="of these files, where they are not in git")
     args = parser.parse_args(argv)
+    more = {} if args.commit is None else {"commit": args.commit}
     out = prepare_directory(args.out)
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
@@ -121,4 +123,4 @@ def main(argv: Sequence[str]) -> None:
                 )
                 print(f"{method:18} {PARTS[kernel]:36} {length:8} {microseconds:8.2f} us")
         settings = {**SETTINGS, "time": "median kernel time in a profile, launches left out"}
-        write_results(out / "decomposition.json", "decomposition", settings, rows)
+        write_results(out / "decomposition.json", "decomposition", settings, rows, **more)

@@ -12,6 +12,20 @@ from benchmarks.timing import Chain, after, chain_of, step_microseconds
 from pallas_kernels.prefill_supports import prefill_supports
 from pallas_kernels.recall.reference import normalise
 from pallas_kernels.retopk_step import Remembered, retopk_step
+from retopk_jax.attention import (
+    AttentionMethod,
+    ExactTopK,
+    Full,
+    Loki,
+    Quest,
+    ReTopK,
+    SparQ,
+    Step,
+    StreamingLLM,
+    TokenSelect,
+)
+from retopk_jax.attention.retopk import ReTopKState
+from retopk_jax.recall_cache import RecallCache
 
 HEADS, GROUPS, DIM = 28, 4, 128
 BUDGET, CAPACITY, ENTRIES, WINDOW = 512, 32, 4, 32
@@ -59,7 +73,7 @@ def build(length: int, batch: int) -> tuple[list[Layer], list[Remembered]]:
 
     @jax.jit
     def ring(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        positions = lengths[:, None] - 1 - CAPACITY + jnp.arange(CAPACITY, dtype=jnp.int32)
+        positions = lengths[:, None] - 1 - CAPACITY + jnp.arange(CAPACITY, dtype=jnp.int32)[None]
         supports = prefill_supports(queries, keys, positions, budget=BUDGET)
         return normalise(queries)[0].astype(keys.dtype), supports
 
@@ -148,3 +162,78 @@ def time_retopk(
     reused = sum(float(jnp.sum(s.paths[..., 0])) for s in states)
     unique = sum(float(jnp.sum(s.candidates)) for s in states)
     return microseconds, unique / max(reused, 1.0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A method as it is timed.
+
+    Attributes:
+        name: of the method.
+        part: which of its paths.
+        method: with the settings of this module.
+        scanned: numbers that a step reads for every token stored and key-value head.
+        attended: numbers of keys and values of its support that a step reads for every token of it.
+    """
+
+    name: str
+    part: str
+    method: AttentionMethod
+    scanned: float
+    attended: int
+
+
+def eight_methods() -> list[Timed]:
+    """Every method at a budget of K tokens; TokenSelect also on its other path."""
+    basis = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (1, GROUPS, DIM, DIM)))[0]
+    first = BUDGET // 8
+    vote = {"initial": first, "local": WINDOW, "selected": BUDGET - first - WINDOW}
+    once, shared = HEADS * DIM, GROUPS * DIM
+    return [
+        Timed("full", "step", Full(), 2 * DIM, 0),
+        Timed("exact", "step", ExactTopK(BUDGET), DIM, once),
+        Timed("retopk", "step", ReTopK(BUDGET, CAPACITY, ENTRIES, WINDOW), 0, 2 * once),
+        Timed("streaming", "step", StreamingLLM(first, BUDGET - first), 0, 2 * shared),
+        Timed("quest", "step", Quest(BUDGET), 2 * DIM / 16, 2 * once),
+        Timed("sparq", "step", SparQ(BUDGET), DIM // 4, 2 * shared),
+        Timed("loki", "step", Loki(BUDGET, basis=basis), DIM // 2, 2 * once),
+        Timed("tokenselect", "step", TokenSelect(**vote, theta=2.0), DIM, 2 * shared),
+        Timed("tokenselect", "step, kept", TokenSelect(**vote, theta=-1.0), 0, 2 * shared),
+    ]
+
+
+def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Remembered]) -> float:
+    """Time of a step of a method through its own `AttentionMethod.attend`.
+
+    Args:
+        method: any.
+        layers: caches.
+        rings: what ReTopK remembers of them; copied.
+    """
+    batch = layers[0].keys.shape[0]
+    active = jnp.ones((batch,), jnp.bool_)
+    rates = 1e4 ** (-jnp.arange(0, DIM, 2, dtype=jnp.float32) / DIM)
+    frequencies = jnp.broadcast_to(rates[None], (batch, DIM // 2))
+
+    def prime(layer: Layer, ring: Remembered) -> Any:
+        if isinstance(method, ReTopK):
+            ring = jax.tree.map(jnp.copy, ring)
+            cache = RecallCache(ring.queries, ring.supports, ring.pushed)
+            return ReTopKState(cache, ring.paths, ring.candidates)
+        tail = jnp.moveaxis(layer.queries[:1], 0, 1)
+        return jax.jit(method.prime, static_argnums=0)(
+            0, layer.keys, layer.values, tail, layer.lengths
+        )
+
+    def step(
+        chain: Chain, layer: Layer, state: Any, number: jax.Array, _: int
+    ) -> tuple[Chain, Any]:
+        q = after(chain, layer.queries[number])
+        index = jnp.full((batch,), number, jnp.int32)
+        now = Step(layer.lengths, index, active, frequencies)
+        out, state, _report = method.attend(0, state, q, layer.keys, layer.values, now)
+        return chain_of(out), state
+
+    states = [prime(layer, ring) for layer, ring in zip(layers, rings, strict=True)]
+    steps = len(layers)
+    return step_microseconds(step, layers, states, steps=steps, rounds=QUERIES)[0]
