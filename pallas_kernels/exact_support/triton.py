@@ -38,8 +38,8 @@ from pallas_kernels.triton_lib import (
 
 _FILTERED = 1024
 """Keys that a program of the filter holds."""
-_FILTERS = 4096
-"""Programs of the filter that fill a GPU: with more, each reads more than it holds."""
+_FILTERS = 1024
+"""Programs of the filter that fill a GPU; a row has four at least."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds in registers."""
 _CHUNK = 256
@@ -53,7 +53,7 @@ def _blocks(budget: int) -> int:
 
 def _stretch(rows: int, stored: int) -> int:
     """Keys that a program of the filter reads."""
-    return max(_FILTERED, round_up(-(-stored // max(1, _FILTERS // rows))))
+    return max(_FILTERED, round_up(-(-stored // max(4, _FILTERS // rows))))
 
 
 class Scan(NamedTuple):
@@ -243,15 +243,13 @@ def filter_keys(
 
     @pl.when(start < length)
     def _() -> None:
-        lane = lax.iota(jnp.int32, round_up(highest_ref.shape[1]))
-        highest = load_at(
-            highest_ref,
-            row,
-            lane,
-            mask=lane < (length + (split.block - 1)) // split.block,
-            other=-float("inf"),
-        )
-        highest = jnp.max(highest.reshape(-1, split.merged), axis=1)
+        lane = lax.iota(jnp.int32, max(1, round_up(highest_ref.shape[1]) // split.merged))
+        known = (length + (split.block - 1)) // split.block
+        highest = jnp.full(lane.shape, -float("inf"), jnp.float32)
+        for i in range(split.merged):  # in threads' own registers, unlike a reduction of an axis
+            at = lane * split.merged + i
+            part = load_at(highest_ref, row, at, mask=at < known, other=-float("inf"))
+            highest = jnp.maximum(highest, part)
         bound, reached = threshold_of(order_key(highest), budget, spare=max(1, budget // 4))
         bound = jnp.where(reached < budget, NOTHING + 1, bound)
 
