@@ -132,9 +132,10 @@ class Table:
         self._only = only
         self._end = time.monotonic() + seconds
 
-    def wants(self, method: str) -> bool:
-        """Whether rows of that method are asked for and there is time left."""
-        return method in (self._only or (method,)) and time.monotonic() < self._end
+    @property
+    def closed(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() >= self._end
 
     def add(
         self,
@@ -144,7 +145,7 @@ class Table:
         run: Callable[[], tuple[float, float, dict[str, Any]] | None],
     ) -> None:
         """Measures a row; ``run`` gives its time, its floor and what else is to be said."""
-        if not self.wants(method):
+        if self.closed or method not in (self._only or (method,)):
             return
         length, batch = case
         row = {"method": method, "part": part, "length": length, "batch": batch}
@@ -181,6 +182,8 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
         bandwidth: of a copy, bytes a microsecond.
         each_method: also through the methods' own interface.
     """
+    if table.closed:
+        return
     length, batch = case
     layers, rings = build(length, batch)
     tokens = batch * (length - 5)
