@@ -42,7 +42,7 @@ _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds in registers."""
-_CHUNK = 256
+_CHUNK = 128
 """Listed keys that it reads at a time, again and again, when there are more."""
 
 
