@@ -4,10 +4,13 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import models
 from retopk_jax import cli
+from retopk_jax.calibration import LokiBasis, save_basis
+from retopk_jax.calibration.loki import FORMAT
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -24,5 +27,8 @@ def test_python_examples_run(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line", re.findall(r"^retopk .*", README, re.MULTILINE))
-def test_command_lines_parse(line):
+def test_command_lines_parse(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    basis, variance = np.eye(4, dtype=np.float32)[None, None], np.ones((1, 1, 4), np.float32)
+    save_basis("basis.npz", LokiBasis(basis, variance, {"format": FORMAT}))
     cli._parser().parse_args(shlex.split(line, comments=True)[1:])
