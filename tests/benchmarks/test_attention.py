@@ -1,6 +1,7 @@
 """The attention benchmark runs on a CPU, small; its kernels in interpret mode."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,23 +31,31 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "torch_microseconds", lambda *_: None)
 
 
-def test_every_method_has_a_row_and_failures_are_rows(small, tmp_path, capsys) -> None:
+def measured(tmp_path: Path, *more: str) -> dict[tuple[str, str], dict]:
     sizes = ["--lengths", "64", "--method-lengths", "64", "--batch-lengths"]
-    attention.main(["--out", str(tmp_path), *sizes, "--commit", "abc"])
+    attention.main(["--out", str(tmp_path), *sizes, "--commit", "abc", *more])
     written = json.loads((tmp_path / "attention.json").read_text())
     assert written["commit"] == "abc"
-    rows = {(r["method"], r["part"]): r for r in written["rows"]}
+    return {(r["method"], r["part"]): r for r in written["rows"]}
+
+
+def failed(rows: dict[tuple[str, str], dict]) -> list[tuple[str, str]]:
+    return [key for key, row in rows.items() if row["microseconds"] is None]
+
+
+@pytest.mark.long
+def test_every_method_has_a_row(small, tmp_path) -> None:
+    rows = measured(tmp_path)
     steps = {method for method, part in rows if part == "step"}
     names = ("full", "exact", "retopk", "streaming", "quest", "sparq", "loki", "tokenselect")
     assert steps == set(names)
     assert ("tokenselect", "step, kept") in rows
-    failed = [key for key, row in rows.items() if row["microseconds"] is None]
-    assert failed == [("full", "cudnn")]
+    assert failed(rows) == [("full", "cudnn")]
+
+
+def test_failures_are_rows_too(small, tmp_path, capsys) -> None:
+    rows = measured(tmp_path, "--only", "streaming", "full")
+    steps = [("full", "step"), ("streaming", "step")]
+    assert list(rows) == [("full", "triton"), ("full", "cudnn"), *steps]
+    assert failed(rows) == [("full", "cudnn")]
     assert "failed" in capsys.readouterr().out
-
-
-def test_only(small, tmp_path) -> None:
-    sizes = ["--lengths", "64", "--method-lengths", "64", "--batch-lengths"]
-    attention.main(["--out", str(tmp_path), *sizes, "--only", "streaming"])
-    written = json.loads((tmp_path / "attention.json").read_text())
-    assert [(r["method"], r["part"]) for r in written["rows"]] == [("streaming", "step")]
