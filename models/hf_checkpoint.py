@@ -28,8 +28,8 @@ _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 
 
 @dataclass(frozen=True)
-class HfCheckpoint:
-    """An unmodified Hugging Face directory of a Llama or Qwen2 model.
+class CheckpointDirectory:
+    """The files beside the weights, the same in every kind of checkpoint directory.
 
     Attributes:
         path: the directory.
@@ -50,6 +50,10 @@ class HfCheckpoint:
     def files(self) -> dict[str, str]:
         """Text of the tokenizer and generation files that exist, by name."""
         return read_text_files(self.path)
+
+
+class HfCheckpoint(CheckpointDirectory):
+    """An unmodified Hugging Face directory of a Llama or Qwen2 model."""
 
     def params(
         self, decoder: TransformerDecoder, sharding: Sharding | ShardingRule | None = None

@@ -4,7 +4,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,35 +17,14 @@ from retopk_jax.language_model import Params
 
 from .decoder import TransformerDecoder
 from .errors import CheckpointError
-from .hf_checkpoint import CONFIG_FILE, read_json, read_text_files
+from .hf_checkpoint import CONFIG_FILE, CheckpointDirectory
 from .weights import ShardingRule, check_shapes, dotted, parameter_paths
 
 PARAMS_DIRECTORY = "params"
 
 
-@dataclass(frozen=True)
-class OrbaxCheckpoint:
-    """Parameters as this project's decoder holds them, so that loading only reads.
-
-    Attributes:
-        path: the directory.
-    """
-
-    path: Path
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Contents of ``config.json``.
-
-        Raises:
-            CheckpointError: it is missing or not a JSON object.
-        """
-        return read_json(self.path / CONFIG_FILE)
-
-    @cached_property
-    def files(self) -> dict[str, str]:
-        """Text of the tokenizer and generation files that exist, by name."""
-        return read_text_files(self.path)
+class OrbaxCheckpoint(CheckpointDirectory):
+    """Parameters as this project's decoder holds them, so that loading only reads."""
 
     def params(
         self, decoder: TransformerDecoder, sharding: Sharding | ShardingRule | None = None

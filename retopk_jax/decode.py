@@ -194,7 +194,13 @@ class Session:
 
 
 def start_session(model: LanguageModel, method: AttentionMethod, context: Context) -> Session:
-    """Begins decoding after a prefill; the context's cache passes to the session."""
+    """Begins decoding after a prefill; the context's cache passes to the session.
+
+    Raises:
+        ConfigError: the method's settings do not fit the model, or the context kept too few
+            queries for it.
+    """
+    method.check(model.decoder.geometry)
     longest = int(jnp.max(context.cache.lengths))
     room = min(context.cache.capacity, model.decoder.max_positions) - longest
     return Session(model, method, start(method, context), room)

@@ -1,6 +1,6 @@
 """Preallocated key-value cache, one array a layer, written in place when donated."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,6 @@ class KVCache:
     def batch(self) -> int:
         """Rows, B."""
         return self.keys[0].shape[0]
-
-    def with_layer(self, layer: int, keys: jax.Array, values: jax.Array) -> "KVCache":
-        """The cache with one layer's arrays replaced."""
-        return replace(
-            self,
-            keys=(*self.keys[:layer], keys, *self.keys[layer + 1 :]),
-            values=(*self.values[:layer], values, *self.values[layer + 1 :]),
-        )
 
 
 def kv_cache_bytes(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:

@@ -9,17 +9,6 @@ import numpy as np
 
 from retopk_jax.errors import ConfigError
 
-COLORS = {
-    "full": "#404040",
-    "exact": "#000000",
-    "retopk": "#0072b2",
-    "streaming": "#999999",
-    "quest": "#e69f00",
-    "sparq": "#009e73",
-    "loki": "#cc79a7",
-    "tokenselect": "#d55e00",
-}
-
 
 def require_matplotlib() -> None:
     """Refuses before the work what could not be drawn after it.

@@ -11,6 +11,7 @@ from retopk_jax import (
     ExactTopK,
     PromptError,
     ReTopK,
+    SparQ,
     continue_from,
     decode_step,
     generate,
@@ -99,6 +100,8 @@ def test_a_full_context_and_a_full_session() -> None:
         continue_from(model, context, max_new_tokens=3)
     with pytest.raises(ConfigError, match=r"last 200 prompt tokens.*tail_queries=200"):
         start_session(model, ReTopK(capacity=200), context)
+    with pytest.raises(ConfigError, match="components=99: expected at most"):
+        start_session(model, SparQ(components=99), context)
     session = start_session(model, ExactTopK(2), context)
     with pytest.raises(PromptError, match=r"tokens of shape \(3,\): expected one a row, \(2,\)"):
         decode_step(session, [1, 2, 3])
