@@ -117,6 +117,20 @@ def start(method: AttentionMethod, context: Context) -> DecodeState:
     )
 
 
+@jax.jit
+def attend_layer(
+    method: AttentionMethod,
+    layer: jax.Array | int,
+    state: LayerState,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    step: Step,
+) -> tuple[jax.Array, LayerState, Report]:
+    """`AttentionMethod.attend`, traced and lowered once for all layers."""
+    return method.attend(layer, state, q, keys, values, step)
+
+
 def step_logits(
     decoder: Decoder,
     method: AttentionMethod,
@@ -152,8 +166,8 @@ def step_logits(
             keys[layer] = append_token(keys[layer], k[:, 0], slot)
             values[layer] = append_token(values[layer], v[:, 0], slot)
         with jax.named_scope("attention"):
-            out, new, report = method.attend(
-                layer, state.layers[layer], q[:, 0], keys[layer], values[layer], step
+            out, new, report = attend_layer(
+                method, layer, state.layers[layer], q[:, 0], keys[layer], values[layer], step
             )
         layers.append(new)
         reports.append(report)

@@ -1,5 +1,6 @@
 """The recall cache: a ring of the last C (normalised query, support) pairs of every head."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -42,6 +43,7 @@ def recall_cache_bytes(
     return geometry.num_layers * batch * (geometry.num_heads * capacity * entry + 4)
 
 
+@functools.partial(jax.jit, static_argnames=("budget",))
 def fill_from_prompt(
     tail_queries: jax.Array, keys: jax.Array, lengths: jax.Array, *, budget: int
 ) -> RecallCache:

@@ -138,7 +138,7 @@ class AttentionMethod(ABC):
     @abstractmethod
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: LayerState,
         q: jax.Array,
         keys: jax.Array,
@@ -148,7 +148,7 @@ class AttentionMethod(ABC):
         """Attention output ``[B, H, D]`` of the current queries ``[B, H, D]``, and the new state.
 
         Args:
-            layer: index of the layer.
+            layer: index of the layer, traced in a decode step.
             state: of this layer.
             q: ``[B, H, D]``, after positional encoding.
             keys: ``[B, G, S, D]``, the current token's included.

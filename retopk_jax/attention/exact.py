@@ -30,7 +30,7 @@ class ExactTopK(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: tuple[()],
         q: jax.Array,
         keys: jax.Array,

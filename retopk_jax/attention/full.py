@@ -18,7 +18,7 @@ class Full(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: tuple[()],
         q: jax.Array,
         keys: jax.Array,

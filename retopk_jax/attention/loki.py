@@ -69,7 +69,7 @@ class Loki(AttentionMethod):
             )
         return self.basis
 
-    def _projection(self, layer: int, dim: int) -> jax.Array:
+    def _projection(self, layer: int | jax.Array, dim: int) -> jax.Array:
         """The r leading components of a layer, float32 ``[G, D, r]``."""
         return self.check_basis()[layer, :, :, : self._rank(dim)]
 
@@ -88,7 +88,7 @@ class Loki(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: jax.Array,
         q: jax.Array,
         keys: jax.Array,

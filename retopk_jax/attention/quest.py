@@ -105,7 +105,7 @@ class Quest(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: PageBounds | tuple[()],
         q: jax.Array,
         keys: jax.Array,

@@ -109,7 +109,7 @@ class ReTopK(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: ReTopKState,
         q: jax.Array,
         keys: jax.Array,

@@ -80,7 +80,7 @@ class SparQ(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: jax.Array,
         q: jax.Array,
         keys: jax.Array,

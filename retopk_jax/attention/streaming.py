@@ -46,7 +46,7 @@ class StreamingLLM(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: tuple[()],
         q: jax.Array,
         keys: jax.Array,

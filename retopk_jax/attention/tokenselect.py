@@ -104,7 +104,7 @@ class TokenSelect(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: SelectionCache,
         q: jax.Array,
         keys: jax.Array,
