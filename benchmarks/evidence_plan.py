@@ -39,41 +39,35 @@ class Item:
     texts: str = "documents"
 
 
-METHODS = "--methods full exact retopk retopk:tau=0.9 streaming quest sparq loki tokenselect "
-"""The eight methods, ReTopK also with the source's second threshold."""
-
-DOCUMENT_ROWS = METHODS + "--documents 32 --rows 32 --capacity 8192"
-SAMPLE_ROWS = METHODS + "--documents 50 --rows 50 --capacity 8192"
-VARIANT_ROWS = "--documents 32 --rows 16 --capacity 8192"
-LONG_ROWS = METHODS + "--documents 32 --rows 32 --rope yarn:2"
+METHODS = "--methods full exact retopk streaming quest sparq loki tokenselect "
+BUDGETS = "--budgets 128 64 512 256 "
+TASK_BUDGETS = "--budgets 128 64 512 "
+DOCUMENT_ROWS = "--documents 32 --rows 32 --capacity 8192"
+SAMPLE_ROWS = METHODS + TASK_BUDGETS + "--documents 50 --rows 50 --capacity 8192"
+VARIANTS = "--lengths 8192 --budgets 128 64 " + DOCUMENT_ROWS
+FORCED = "--lengths 4096 --continuation 4096 --budgets 128 --documents 8 --rows 8 --capacity 8192"
 
 H200 = (
-    Item("8k", "perplexity", f"--lengths 8192 --budgets 128 64 {DOCUMENT_ROWS}"),
-    Item("4k", "perplexity", f"--lengths 4096 --budgets 128 64 {DOCUMENT_ROWS}"),
-    Item("4k", "niah", f"--lengths 4096 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
+    Item("8k", "perplexity", f"--lengths 8192 {METHODS}{BUDGETS}{DOCUMENT_ROWS}"),
+    Item("4k", "perplexity", f"--lengths 4096 {METHODS}{BUDGETS}{DOCUMENT_ROWS}"),
+    Item("2k", "perplexity", f"--lengths 2048 {METHODS}{BUDGETS}{DOCUMENT_ROWS}"),
+    Item("4k", "niah", f"--lengths 4096 {SAMPLE_ROWS}", "essay"),
+    Item("8k", "niah", f"--lengths 8192 {SAMPLE_ROWS}", "essay"),
+    Item("2k", "niah", f"--lengths 2048 {SAMPLE_ROWS}", "essay"),
     Item(
         "8k",
         "fidelity",
         "--lengths 8192 --budgets 128 64 --documents 8 --rows 8 --capacity 8192",
     ),
-    Item("8k", "ablation", f"--lengths 8192 --budgets 128 64 {VARIANT_ROWS}"),
-    Item("8k", "sensitivity", f"--lengths 8192 --budgets 128 64 {VARIANT_ROWS}"),
-    Item("8k", "niah", f"--lengths 8192 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
-    Item("2k", "perplexity", f"--lengths 2048 --budgets 128 64 {DOCUMENT_ROWS}"),
-    Item("2k", "niah", f"--lengths 2048 --budgets 128 64 {SAMPLE_ROWS}", "essay"),
+    Item("8k", "ablation", VARIANTS),
+    Item("8k", "sensitivity", VARIANTS),
+    Item("4k_4k_forced", "long_horizon", f"--part forced {FORCED}"),
+    Item("4k_4k", "long_horizon", FORCED),
     Item(
-        "4k_4k",
-        "long_horizon",
-        "--lengths 4096 --continuation 4096 --budgets 128 --documents 8 --rows 8 --capacity 8192",
+        "16k",
+        "perplexity",
+        f"--lengths 16384 {METHODS}{BUDGETS}--documents 32 --rows 32 --rope yarn:2",
     ),
-    Item("16k", "perplexity", f"--lengths 16384 --budgets 128 64 {LONG_ROWS}"),
-    Item("8k_large", "perplexity", f"--lengths 8192 --budgets 512 256 {DOCUMENT_ROWS}"),
-    Item("4k_large", "perplexity", f"--lengths 4096 --budgets 512 256 {DOCUMENT_ROWS}"),
-    Item("2k_large", "perplexity", f"--lengths 2048 --budgets 512 256 {DOCUMENT_ROWS}"),
-    Item("8k_large", "niah", f"--lengths 8192 --budgets 512 {SAMPLE_ROWS}", "essay"),
-    Item("4k_large", "niah", f"--lengths 4096 --budgets 512 {SAMPLE_ROWS}", "essay"),
-    Item("2k_large", "niah", f"--lengths 2048 --budgets 512 {SAMPLE_ROWS}", "essay"),
-    Item("16k_large", "perplexity", f"--lengths 16384 --budgets 512 256 {LONG_ROWS}"),
 )
 
 SMOKE = (
@@ -98,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     add("--archive", type=Path, help=".tar.gz to resume from and to pack the results into")
     add("--steps", nargs="+", metavar="STEP", help="only these, as COMMAND-NAME; see --list")
     add("--list", action="store_true", help="print the steps and end")
-    add("--compile-threads", type=int, default=6, help="programs compiled at once (%(default)s)")
+    add("--compile-threads", type=int, default=8, help="programs compiled at once (%(default)s)")
     args = parser.parse_args(argv)
     steps = chosen_steps(args.plan, args.steps)
     if args.list:

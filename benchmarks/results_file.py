@@ -16,6 +16,9 @@ from retopk_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
+ARCHIVED = ROOT / ".git_archival.txt"
+"""Where ``git archive`` writes the commit."""
+
 
 def prepare_directory(path: Path) -> Path:
     """Makes a directory for results and checks that it can be written, before the work.
@@ -74,11 +77,18 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
 def commit() -> str | None:
-    """The project's commit, with ``+`` when its files differ from it; None outside git."""
+    """The project's commit, with ``+`` when its files differ from it.
+
+    In what ``git archive`` wrote it is the one archived; None where neither is known.
+    """
+    archived = ARCHIVED.read_text(encoding="utf-8").strip() if ARCHIVED.is_file() else ""
+    if archived and "$" not in archived:
+        return archived.partition("node: ")[2]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

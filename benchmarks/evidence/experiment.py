@@ -108,7 +108,7 @@ def score_scene(
     args: argparse.Namespace, scene: Scene, plan: Plan, name: str, extra: Extra | None = None
 ) -> tuple[Found, Store]:
     """Scores the documents, resuming where a run with these settings stopped."""
-    chosen = ("model", "documents", "suffix", "rows", "loki_calibration")
+    chosen = ("model", "documents", "suffix", "rows")
     key = {
         **{part: scene.settings[part] for part in chosen},
         "buckets": plan.buckets,
@@ -116,6 +116,9 @@ def score_scene(
         "timed": plan.timed,
     }
     labels = {variant.label: variant.description()["settings"] for variant in scene.variants}
+    for settings in labels.values():
+        if "basis" in settings:
+            settings["calibration"] = scene.settings["loki_calibration"]
     store = Store(args.out, name, key, labels)
     return (
         score_documents(

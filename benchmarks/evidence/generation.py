@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.evidence.arguments import Progress
 from benchmarks.evidence.methods import Variant
-from benchmarks.evidence.programs import Programs, begin, greedy, shared_programs
+from benchmarks.evidence.programs import TAIL_QUERIES, Programs, begin, greedy, shared_programs
 from benchmarks.evidence.resume import Store
 from models import CausalLM
 from retopk_jax.decode import Produced, first_token
@@ -60,7 +60,7 @@ def answer_batches(
         By batch and label: ``answers``, a text a prompt, ``tokens``, how many each has,
         ``paths`` over all prompts, and ``step_milliseconds``.
     """
-    tail = max(32, *(variant.method.tail_queries for variant in variants))
+    tail = max(TAIL_QUERIES, *(variant.method.tail_queries for variant in variants))
     programs = shared_programs(model, rows, capacity, tail, threads)
     progress = Progress(len(batches) * len(variants), minutes)
     found = {}

@@ -102,7 +102,7 @@ class Measured(AttentionMethod):
 
     def attend(
         self,
-        layer: int,
+        layer: int | jax.Array,
         state: MeasuredState,
         q: jax.Array,
         keys: jax.Array,

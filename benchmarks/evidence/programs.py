@@ -17,6 +17,9 @@ from retopk_jax.prefill import Context
 from retopk_jax.sampling import Sampling, make_sampling
 from retopk_jax.teacher_forcing import score_tokens
 
+TAIL_QUERIES = 64
+"""Queries kept of a prefill, so that methods which need fewer share its programs."""
+
 
 def begin(context: Context, layers: tuple[Any, ...]) -> DecodeState:
     """Decode state of a context and a primed method."""

@@ -32,7 +32,7 @@ class Store:
             out: directory of the results.
             name: of the experiment.
             settings: all that an item of the run depends on.
-            labels: what a label stands for, for `key`.
+            labels: the settings that a label stands for, for `key`.
         """
         text = json.dumps(settings, sort_keys=True, ensure_ascii=False)
         self._directory = out / ITEMS / f"{name}-{_short_hash(text)}"
@@ -41,8 +41,8 @@ class Store:
         self._commit = commit()
 
     def key(self, what: str, label: str) -> str:
-        """Key of an item computed with what a label stands for; changes with the latter."""
-        return f"{what}, {json.dumps([label, self._labels.get(label)], sort_keys=True)}"
+        """Key of an item computed with what a label stands for; labels of one thing share it."""
+        return f"{what}, {json.dumps(self._labels.get(label, label), sort_keys=True)}"
 
     def load(self, key: str) -> dict[str, Any] | None:
         """The item saved under ``key``, or None.

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.evidence.arguments import Progress
 from benchmarks.evidence.documents import Documents
 from benchmarks.evidence.methods import Variant
-from benchmarks.evidence.programs import Programs, begin, shared_programs
+from benchmarks.evidence.programs import TAIL_QUERIES, Programs, begin, shared_programs
 from benchmarks.evidence.resume import Store
 from models import CausalLM
 from retopk_jax.decode import DecodeState
@@ -111,7 +111,7 @@ def score_documents(
             "of 2 or more, and shorter than the documents"
         )
     count = len(documents.names)
-    tail = max(32, *(variant.method.tail_queries for variant in variants))
+    tail = max(TAIL_QUERIES, *(variant.method.tail_queries for variant in variants))
     programs = shared_programs(model, plan.rows, plan.slots, tail, threads)
     batches = range(0, count, plan.rows)
     progress = Progress(len(plan.lengths) * len(batches) * len(variants), plan.minutes)
@@ -176,17 +176,20 @@ def _score_batch(
     context = read.context
     given = jnp.asarray(padded[:, split:], jnp.int32)
     for variant in missing:
-        run = functools.partial(_run, model, variant, programs, given)
-        nll, state, seconds, context = run(context)
-        if plan.timed:
+        key = store.key(what, variant.label)
+        item = store.load(key)  # there by now, if another label stands for the same method
+        if item is None:
+            run = functools.partial(_run, model, variant, programs, given)
             nll, state, seconds, context = run(context)
-        entries = _entries(nll, variant, state, plan, count)
-        for entry in entries:
-            entry["step_milliseconds"] = 1e3 * seconds / plan.scored
-        item: dict[str, Any] = {"documents": entries}
-        if extra is not None:
-            item["batch"] = extra(state, count)
-        store.save(store.key(what, variant.label), item)
+            if plan.timed:
+                nll, state, seconds, context = run(context)
+            entries = _entries(nll, variant, state, plan, count)
+            for entry in entries:
+                entry["step_milliseconds"] = 1e3 * seconds / plan.scored
+            item = {"documents": entries}
+            if extra is not None:
+                item["batch"] = extra(state, count)
+            store.save(key, item)
         found[variant.label] = item
         progress.step(f"{what}, {variant.label}")
     return found

@@ -198,6 +198,12 @@ def test_a_plan_stops_in_time_and_goes_on_from_its_archive(tmp_path, capsys):
         evidence_plan.main([*given, "--out", str(tmp_path / "c"), "--steps", "none"])
 
 
+def test_labels_of_one_method_share_an_item(tmp_path):
+    store = Store(tmp_path, "x", {}, {"a": {"tau": 1}, "b": {"tau": 1}, "c": {"tau": 2}})
+    assert store.key("8 tokens", "a") == store.key("8 tokens", "b") != store.key("8 tokens", "c")
+    assert store.key("8 tokens", "a") != store.key("9 tokens", "a")
+
+
 def test_lengths_past_the_models_positions_need_an_explicit_rope(tmp_path):
     given = [*SMALL[:3], "--out", str(tmp_path), "--lengths", "5000", "--methods", "full"]
     with pytest.raises(ConfigError, match=r"4096 positions.*--rope yarn:2"):

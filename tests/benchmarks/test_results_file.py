@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from benchmarks.results_file import write_results
+from benchmarks.results_file import commit, write_results
 
 
 def test_says_where_and_from_what_it_was_measured(tmp_path):
@@ -25,3 +25,12 @@ def test_failure_leaves_the_old_file(tmp_path):
         write_results(path, "x", {}, [{"a": math.nan}])
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_an_archive_names_its_commit(tmp_path, monkeypatch):
+    archived = tmp_path / ".git_archival.txt"
+    monkeypatch.setattr("benchmarks.results_file.ARCHIVED", archived)
+    archived.write_text("node: 0123abc\n")
+    assert commit() == "0123abc"
+    archived.write_text("node: $Format:%H$\n")  # in a checkout
+    assert commit() != "0123abc"
