@@ -44,7 +44,7 @@ BUDGETS = "--budgets 128 64 512 256 "
 TASK_BUDGETS = "--budgets 128 64 512 "
 DOCUMENT_ROWS = "--documents 32 --rows 32 --capacity 8192"
 SAMPLE_ROWS = METHODS + TASK_BUDGETS + "--documents 50 --rows 50 --capacity 8192"
-VARIANTS = "--lengths 8192 --budgets 128 64 " + DOCUMENT_ROWS
+VARIANTS = "--timed --lengths 8192 --budgets 128 64 " + DOCUMENT_ROWS
 FORCED = "--lengths 4096 --continuation 4096 --budgets 128 --documents 8 --rows 8 --capacity 8192"
 
 H200 = (
