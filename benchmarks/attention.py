@@ -1,9 +1,8 @@
 """Decode attention of one layer by every method and length, on one GPU."""
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,20 @@ from benchmarks.kernel_workload import (
     build,
     eight_methods,
     forced_paths,
+    mean_candidates,
+    mixture_floor,
     time_attend,
     time_method,
     time_retopk,
 )
-from benchmarks.results_file import prepare_directory, write_results
-from benchmarks.timing import copy_bytes_per_microsecond
+from benchmarks.timed_rows import Measured, Row, Table, options
+from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
 from pallas_kernels.exact_support import exact_support
 from pallas_kernels.full_attention import full_attention
+from pallas_kernels.prefill_supports import prefill_supports
 from pallas_kernels.sparse_attend import sparse_attend
 from retopk_jax.attention import ReTopK
-
-Row = dict[str, Any]
+from retopk_jax.prefill_attention import prompt_attention
 
 SETTINGS = {
     "heads": HEADS,
@@ -119,60 +120,6 @@ def torch_microseconds(length: int, batch: int, layers: int) -> float | None:
     return statistics.median(times[1:])
 
 
-class Table:
-    """Rows of the results, written as they come; one that fails is a row with its error.
-
-    Attributes:
-        rows: so far.
-    """
-
-    def __init__(self, write: Callable[[list[Row]], None], only: Sequence[str], seconds: float):
-        self.rows: list[Row] = []
-        self._write = write
-        self._only = only
-        self._end = time.monotonic() + seconds
-
-    @property
-    def closed(self) -> bool:
-        """Whether its time is over."""
-        return time.monotonic() >= self._end
-
-    def add(
-        self,
-        method: str,
-        part: str,
-        case: tuple[int, int],
-        run: Callable[[], tuple[float, float, dict[str, Any]] | None],
-    ) -> None:
-        """Measures a row; ``run`` gives its time, its floor and what else is to be said."""
-        if self.closed or method not in (self._only or (method,)):
-            return
-        length, batch = case
-        row = {"method": method, "part": part, "length": length, "batch": batch}
-        start = time.monotonic()
-        try:
-            measured = run()
-        except Exception as error:  # any: the other rows are worth having
-            message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self.rows.append({**row, "microseconds": None, "error": message})
-            print(f"{method:11} {part:10} {length:8} {batch:3} failed: {message}", flush=True)
-        else:
-            if measured is None:
-                return
-            microseconds, floor, more = measured
-            times = {
-                "microseconds": round(microseconds, 2),
-                "floor_microseconds": round(floor, 2),
-            }
-            self.rows.append({**row, **times, **more})
-            print(
-                f"{method:11} {part:10} {length:8} {batch:3} {microseconds:10.2f} us, "
-                f"floor {floor:8.2f} ({time.monotonic() - start:.1f} s) {more or ''}",
-                flush=True,
-            )
-        self._write(sorted(self.rows, key=lambda r: (r["batch"], r["length"])))
-
-
 def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_method: bool) -> None:
     """Adds the rows of one length and batch.
 
@@ -193,43 +140,37 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
     reuse_floor = 2 * BUDGET * row_bytes  # until a reuse has been measured
     empty = time_method(lambda q, _: q * 1.5, layers)
 
-    def reuse() -> tuple[float, float, dict[str, Any]]:
+    def reuse() -> Measured:
         nonlocal reuse_floor
         taus = np.full((1, batch, HEADS), REUSE_ALWAYS, np.float32)
-        microseconds, unique = time_retopk(taus, layers, rings)
+        microseconds, states = time_retopk(taus, layers, rings)
+        unique = mean_candidates(states)
         reuse_floor = (unique + BUDGET) * row_bytes
         return microseconds - empty, reuse_floor, {"unique": round(unique, 1)}
 
-    def mixture() -> tuple[float, float, dict[str, Any]]:
+    def mixture() -> Measured:
         taus = forced_paths(batch, 16)
-        scans = taus > 0
-        groups = scans.reshape(16, batch, GROUPS, -1).any(-1).mean()
-        microseconds, _ = time_retopk(taus, layers, rings)
-        floor = scan * groups + (1 - scans.mean()) * reuse_floor
-        floor += scans.mean() * BUDGET * row_bytes
-        shares = {
-            "scanning_heads": round(float(scans.mean()), 4),
-            "scanning_groups": round(float(groups), 4),
-        }
+        microseconds, states = time_retopk(taus, layers, rings)
+        floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
         return microseconds - empty, floor, shares
 
     def stateless(
         attend: Callable[[jax.Array, Layer], jax.Array], floor: float
-    ) -> Callable[[], tuple[float, float, dict[str, Any]]]:
+    ) -> Callable[[], Measured]:
         return lambda: (time_method(attend, layers) - empty, floor, {})
 
-    def cudnn() -> tuple[float, float, dict[str, Any]]:
+    def cudnn() -> Measured:
         turned = [
             Layer(jnp.swapaxes(x.keys, 1, 2), jnp.swapaxes(x.values, 1, 2), x.queries, x.lengths)
             for x in layers
         ]
         return time_method(cudnn_attend, turned) - empty, 2 * scan, {}
 
-    def sdpa() -> tuple[float, float, dict[str, Any]] | None:
+    def sdpa() -> Measured | None:
         microseconds = torch_microseconds(length, batch, len(layers))
         return None if microseconds is None else (microseconds, 2 * scan, {})
 
-    def step(timed: Timed) -> Callable[[], tuple[float, float, dict[str, Any]]]:
+    def step(timed: Timed) -> Callable[[], Measured]:
         numbers = tokens * GROUPS * timed.scanned + batch * BUDGET * timed.attended
         floor = reuse_floor if isinstance(timed.method, ReTopK) else 2 * numbers / bandwidth
         return lambda: (time_attend(timed.method, layers, rings) - empty, floor, {})
@@ -246,6 +187,40 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
         table.add("exact", "lax.top_k", case, stateless(exact_attend("reference"), exact_floor))
 
 
+def measure_prefill(table: Table, length: int, bandwidth: float) -> None:
+    """Adds what prefill takes at a length: causal attention by cuDNN, and the tail's supports."""
+    if not (table.wants("prefill", "attention") or table.wants("prefill", "supports")):
+        return
+    case = (length, 1)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    attention_time: float | None = None
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    def attention() -> Measured:
+        nonlocal attention_time
+        q, k, v = (
+            normal(length, HEADS, DIM),
+            normal(length, GROUPS, DIM),
+            normal(length, GROUPS, DIM),
+        )
+        attention_time = call_microseconds(jax.jit(prompt_attention), q, k, v)
+        return attention_time, 2 * (q.nbytes + k.nbytes) / bandwidth, {}
+
+    def supports() -> Measured:
+        cache = normal(1, GROUPS, length, DIM)
+        queries = normal(1, HEADS, CAPACITY, DIM)
+        positions = jnp.arange(length - CAPACITY, length, dtype=jnp.int32)[None]
+        run = jax.jit(partial(prefill_supports, budget=BUDGET))
+        microseconds = call_microseconds(run, queries, cache, positions)
+        share = {} if attention_time is None else {"of_attention": microseconds / attention_time}
+        return microseconds, cache.nbytes / bandwidth, share
+
+    table.add("prefill", "attention", case, attention)
+    table.add("prefill", "supports", case, supports)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Time over length at batch 1; nothing without matplotlib."""
     try:
@@ -253,6 +228,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     except ImportError:
         return
     rows = [r for r in rows if r["microseconds"] is not None and r["batch"] == 1]
+    rows = [r for r in rows if r["method"] != "prefill"]
+    if not rows:
+        return
     figure, axes = pyplot.subplots(figsize=(6.4, 4.8), layout="constrained")
     for method, part in dict.fromkeys((r["method"], r["part"]) for r in rows):
         line = [r for r in rows if (r["method"], r["part"]) == (method, part)]
@@ -272,9 +250,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints and writes ``attention.json`` and ``attention.png``."""
-    parser = argparse.ArgumentParser(prog="benchmarks attention", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results")
+    """Measures, prints and writes ``attention.json``, a table and a plot."""
+    parser = options("attention", __doc__)
     parser.add_argument(
         "--lengths",
         type=int,
@@ -287,27 +264,21 @@ def main(argv: Sequence[str]) -> None:
         type=int,
         nargs="*",
         default=[16384, 131072],
-        help="those of --lengths at which all eight methods are measured by their own interface",
+        help="those of --lengths at which all eight methods are measured by their own interface, "
+        "and prefill",
     )
     parser.add_argument("--batch", type=int, default=16, help="a second batch, at --batch-lengths")
     parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384, 131072])
-    parser.add_argument("--only", nargs="+", default=[], help="methods (all)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no new row after that long")
-    parser.add_argument("--commit", help="of these files, where they are not in git")
     args = parser.parse_args(argv)
-    out = prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     print(f"copy {bandwidth * 1e-6:.2f} TB/s", flush=True)
     settings = {**SETTINGS, "copy_bytes_per_microsecond": round(bandwidth)}
-    more = {} if args.commit is None else {"commit": args.commit}
-
-    def write(rows: list[Row]) -> None:
-        write_results(out / "attention.json", "attention", settings, rows, **more)
-
-    table = Table(write, args.only, args.seconds)
+    table = Table("attention", settings, args)
     for length in args.lengths:
         each = length in args.method_lengths
         measure(table, (length, 1), bandwidth, each_method=each)
+        if each:
+            measure_prefill(table, length, bandwidth)
     for length in args.batch_lengths:
         measure(table, (length, args.batch), bandwidth, each_method=False)
-    plot(sorted(table.rows, key=lambda r: r["length"]), out / "attention.png")
+    plot(sorted(table.rows, key=lambda r: r["length"]), table.plot_path)

