@@ -32,7 +32,7 @@ from retopk_jax import (
     Full,
     Generation,
     ReTopK,
-    continue_from,
+    generate,
     prefill,
 )
 from retopk_jax.cli_methods import settings
@@ -217,9 +217,10 @@ class Ours:
 
     def window(self) -> float:
         """Decodes; returns the seconds a step took."""
-        self.generation: Generation = continue_from(
+        self.generation: Generation = generate(
             self._model,
-            self._shared[0],
+            context=self._shared[0],
+            donate=True,
             attention=self._method,
             max_new_tokens=self._steps,
             ignore_eos=True,

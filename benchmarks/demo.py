@@ -28,7 +28,7 @@ from retopk_jax import (
     Full,
     Generation,
     ReTopK,
-    continue_from,
+    generate,
     prefill,
 )
 from retopk_jax.cli_files import write_text
@@ -160,7 +160,13 @@ def answer(
     reference: list[int] = []
     for method in METHODS_SHOWN:
         with console.status(f"{title(method)} answers"):
-            generation = continue_from(model, context, attention=method, max_new_tokens=new_tokens)
+            generation = generate(
+                model,
+                context=context,
+                donate=True,
+                attention=method,
+                max_new_tokens=new_tokens,
+            )
         context = generation.context
         reference = reference or generation.tokens[0]
         rows.append(_row(model, method, generation, reference))

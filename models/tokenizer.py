@@ -25,6 +25,9 @@ TOKENIZER_FILES = (
 )
 """Files beside the weights that say how text becomes tokens and when generation ends."""
 
+_GOES_ON = "\ue000goes on\ue000"
+"""Marks the end of a message that goes on; the characters are of Unicode's private use."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -78,12 +81,14 @@ class TextTokenizer:
         """Id of ``eos_token``, if there is one."""
         return self._special_id("eos_token")
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with the special tokens that the checkpoint puts at its start.
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
+        """Token ids of ``text``; special tokens spelled out in it become their ids.
 
-        Special tokens spelled out in the text become their ids.
+        Args:
+            text: any.
+            begins: the text begins a sequence: what the checkpoint puts there is added.
         """
-        if self.add_bos is False:
+        if not begins or self.add_bos is False:
             return self.backend.encode(text, add_special_tokens=False).ids
         ids = self.backend.encode(text).ids
         bos = self.bos_token_id
@@ -129,6 +134,27 @@ class TextTokenizer:
         """
         text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def open_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], str]:
+        """A conversation whose last message goes on later.
+
+        Returns:
+            Token ids up to the end of the last message's content, and the text by which the
+            template ends the conversation after it.
+
+        Raises:
+            ChatTemplateError: there is no template, it fails, or it does not put the message once.
+        """
+        *before, last = messages
+        rendered = self.apply_chat_template(
+            [*before, {**last, "content": last["content"] + _GOES_ON}]
+        )
+        read, mark, rest = rendered.partition(_GOES_ON)
+        if not mark or _GOES_ON in rest:
+            raise ChatTemplateError(
+                "the chat template does not hold the last message once, so it cannot go on later"
+            )
+        return self.backend.encode(read, add_special_tokens=False).ids, rest
 
     def stream(self) -> "StreamDecoder":
         """A decoder for tokens that arrive one by one."""

@@ -18,10 +18,17 @@ from retopk_jax.attention import (
     StreamingLLM,
     TokenSelect,
 )
+from retopk_jax.context_store import load_context, save_context
 from retopk_jax.decode import Session, decode_step, start_session
-from retopk_jax.errors import CapacityError, ConfigError, PromptError, RetopkError
-from retopk_jax.generate import Completion, Generation, continue_from, generate
-from retopk_jax.prefill import Context, prefill
+from retopk_jax.errors import (
+    CapacityError,
+    ConfigError,
+    ContextError,
+    PromptError,
+    RetopkError,
+)
+from retopk_jax.generate import Completion, Generation, generate
+from retopk_jax.prefill import Context, extend, prefill
 
 __all__ = [
     "AttentionMethod",
@@ -29,6 +36,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Context",
+    "ContextError",
     "ExactTopK",
     "Full",
     "Generation",
@@ -41,9 +49,11 @@ __all__ = [
     "SparQ",
     "StreamingLLM",
     "TokenSelect",
-    "continue_from",
     "decode_step",
+    "extend",
     "generate",
+    "load_context",
     "prefill",
+    "save_context",
     "start_session",
 ]

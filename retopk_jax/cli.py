@@ -15,6 +15,7 @@ from retopk_jax.cli_calibrate import run_calibrate
 from retopk_jax.cli_generate import run_generate
 from retopk_jax.cli_inspect import run_inspect
 from retopk_jax.cli_methods import add_method_options
+from retopk_jax.cli_prefill import run_prefill
 from retopk_jax.errors import RetopkError
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -76,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="continue prompts", allow_abbrev=False))
+    _add_prefill(
+        commands.add_parser(
+            "prefill", help="read prompts once, for many questions", allow_abbrev=False
+        )
+    )
     _add_convert(
         commands.add_parser("convert", help="write a model to load faster", allow_abbrev=False)
     )
@@ -92,27 +98,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_generate)
-    _add_model(parser)
+    _add_model(parser, required=False)
     parser.add_argument(
-        "--prompt",
-        dest="prompts",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="repeat it for a batch",
+        "--context",
+        type=Path,
+        metavar="DIR",
+        help="what retopk prefill stored: the prompts follow it, and its model is the default",
     )
-    parser.add_argument(
-        "--prompt-file",
-        dest="prompts",
-        action="append",
-        type=_prompt_file,
-        metavar="FILE",
-        help="UTF-8 text, read as it is; - for standard input; repeat it for a batch",
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="each prompt is what a user says in a conversation"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    _add_prompts(parser)
     add_method_options(parser, default="retopk")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument(
@@ -132,6 +125,20 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos", action="store_true", help="go on after the model's end of sequence"
     )
     _add_json(parser)
+    _add_cache(parser)
+
+
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_prefill)
+    _add_model(parser)
+    _add_prompts(parser)
+    parser.add_argument(
+        "--save",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the directory to make, or a stored context to put another in place of",
+    )
     _add_cache(parser)
 
 
@@ -187,8 +194,31 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     _add_cache(parser)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="repeat it for a batch",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=_prompt_file,
+        metavar="FILE",
+        help="UTF-8 text, read as it is; - for standard input; repeat it for a batch",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is what a user says in a conversation"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+
+
+def _add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("--model", required=required, metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,

@@ -2,21 +2,22 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from models import CausalLM, load_model
 from retopk_jax.attention import AttentionMethod, Loki
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.cli_files import check_target, write_json
 from retopk_jax.cli_methods import check_calibration, chosen_methods, provenance, settings
-from retopk_jax.errors import ConfigError, PromptError
+from retopk_jax.cli_progress import reading
+from retopk_jax.cli_prompts import check_prompts, conversation, refuse_empty
+from retopk_jax.context_store import load_context, read_manifest
+from retopk_jax.errors import ConfigError, ContextError, PromptError
 from retopk_jax.generate import Completion, Generation, encode_prompts, generate
 from retopk_jax.memory import memory_need
+from retopk_jax.prefill import Context
 from retopk_jax.sampling import make_sampling
 
 LARGEST_SEED = 2**32 - 1
@@ -33,18 +34,21 @@ def run_generate(args: argparse.Namespace) -> None:
     if isinstance(method, Loki):
         method.check_basis()
     _check(args)
+    notes = _notes(args)
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {args.model}"):
-        model = load_model(args.model, dtype=args.dtype)
+    with console.status(f"loading {notes['source']}"):
+        model = load_model(notes["source"], dtype=notes["dtype"])
         for note in model.notes:
             console.print(f"note: {note}", markup=False)
         check_calibration(args, model)
-        prompts = _encode(model, args)
-    streams = len(prompts) == 1
-    with _reading(console) as progress:
+        prompts, context = _encode(model, args, notes)
+    streams = len(notes["rests"] if prompts is None else prompts) == 1
+    with reading(console) as progress:
         generation = generate(
             model,
             prompts,
+            context=context,
+            donate=True,
             attention=method,
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
@@ -68,13 +72,15 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be known to be wrong before the model is loaded."""
-    if not args.prompts:
-        raise PromptError("no prompt: give --prompt TEXT or --prompt-file FILE")
-    for row, prompt in enumerate(args.prompts):
-        if not prompt:
-            raise PromptError(f"prompt {row} is empty: expected some text")
-    if args.system is not None and not args.chat:
-        raise ConfigError("--system is part of a conversation: give --chat as well")
+    if args.context is None:
+        if args.model is None:
+            raise ConfigError("no model: give --model MODEL, or --context DIR")
+        check_prompts(args)
+    else:
+        refuse_empty(args.prompts)
+        for option, value in (("--chat", args.chat), ("--system", args.system)):
+            if value:
+                raise ConfigError(f"{option} is settled by --context: leave it out")
     check_integer("--max-new-tokens", args.max_new_tokens, minimum=1)
     check_integer("--seed", args.seed, minimum=0, maximum=LARGEST_SEED)
     make_sampling(args.temperature, args.top_k or 0, 1.0 if args.top_p is None else args.top_p)
@@ -89,62 +95,48 @@ def _check(args: argparse.Namespace) -> None:
         check_target(args.json, "--json")
 
 
-def _encode(model: CausalLM, args: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the prompts, as a conversation's turns where asked."""
+def _notes(args: argparse.Namespace) -> dict[str, Any]:
+    """Model, dtype and, of a stored context, what is to follow the question on each row."""
+    if args.context is None:
+        return {"source": args.model, "dtype": args.dtype, "rests": [""]}
+    manifest = read_manifest(args.context)
+    stored, notes = manifest["settings"]["dtype"], manifest["notes"]
+    if args.dtype not in (None, stored):
+        raise ContextError(f"--dtype {args.dtype}: {args.context} was read in {stored}")
+    if not notes.keys() >= {"source", "rests"}:
+        raise ContextError(f"{args.context}: not written by retopk prefill")
+    return {"source": args.model or notes["source"], "dtype": stored, "rests": notes["rests"]}
+
+
+def _encode(
+    model: CausalLM, args: argparse.Namespace, notes: dict[str, Any]
+) -> tuple[list[list[int]] | None, Context | None]:
+    """Token ids of the prompts, None where a context is continued as it is, and the context."""
+    if args.context is not None:
+        prompts = _questions(model, args.prompts, notes["rests"])
+        new_tokens = max(map(len, prompts or [[]])) + args.max_new_tokens
+        return prompts, load_context(args.context, model, new_tokens=new_tokens).context
     if not args.chat:
-        return encode_prompts(model, args.prompts)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        return encode_prompts(model, args.prompts), None
     tokenizer = model.require_tokenizer()
-    return [
-        tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
-        for prompt in args.prompts
-    ]
+    return [tokenizer.encode_chat(conversation(args, prompt)) for prompt in args.prompts], None
+
+
+def _questions(model: CausalLM, prompts: list[str], rests: list[str]) -> list[list[int]] | None:
+    """Token ids of what follows a stored context; None if nothing does."""
+    asked = prompts or [""] * len(rests)
+    ends = rests * len(asked) if len(rests) == 1 else rests
+    if len(asked) != len(ends):
+        raise PromptError(
+            f"{len(asked)} prompts after a context of {len(rests)} rows: expected {len(rests)}"
+        )
+    texts = [question + end for question, end in zip(asked, ends, strict=True)]
+    return encode_prompts(model, texts, begins=False) if any(texts) else None
 
 
 def _write(row: int, text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-@contextmanager
-def _reading(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress callback of the prefill: a bar on a terminal, a line every tenth elsewhere."""
-    if not console.is_terminal:
-        yield _tenths(console)
-        return
-    bar = Progress(
-        TextColumn("reading the prompt"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task("", total=None)
-
-    def progress(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if done == total:
-            bar.stop()
-
-    bar.start()
-    try:
-        yield progress
-    finally:
-        bar.stop()
-
-
-def _tenths(console: Console) -> Callable[[int, int], None]:
-    shown = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal shown
-        if 10 * done // total > shown:
-            shown = 10 * done // total
-            console.print(f"read {done:,} of {total:,} prompt tokens")
-
-    return progress
 
 
 def report(
@@ -154,13 +146,12 @@ def report(
     calibration: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What ``--json`` writes; with several prompts, what belongs to one is a list over them."""
-    cache = generation.context.cache
     need = memory_need(
         model.decoder.geometry,
         method,
         weights=model.parameter_bytes,
-        batch=cache.batch,
-        capacity=cache.capacity,
+        batch=len(generation.completions),
+        capacity=generation.capacity,
         dtype=model.decoder.dtype,
     )
     rows = [_row(completion) for completion in generation.completions]

@@ -12,6 +12,7 @@ from models import parameter_bytes as weight_bytes
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.cli_files import check_target, write_json
 from retopk_jax.cli_methods import chosen_methods, settings
+from retopk_jax.device_memory import human_bytes
 from retopk_jax.memory import memory_need
 from retopk_jax.prefill import rounded_capacity
 
@@ -94,13 +95,3 @@ def _print(report: dict[str, Any], config: ModelConfig) -> None:
         console.print(
             f"The model has {config.max_positions:,} positions: generate refuses this context."
         )
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes in the unit that suits it."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

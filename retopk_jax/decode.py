@@ -95,18 +95,23 @@ def prime(method: AttentionMethod, context: Context) -> tuple[LayerState, ...]:
     )
 
 
-def start(method: AttentionMethod, context: Context) -> DecodeState:
-    """Decode state of a context that has been read.
-
-    Raises:
-        ConfigError: the method needs more tail queries than the context kept.
-    """
+def check_tail_queries(method: AttentionMethod, context: Context) -> None:
+    """Raises ConfigError where the method needs more tail queries than the context kept."""
     kept = context.tail_queries[0].shape[1]
     if method.tail_queries > kept:
         raise ConfigError(
             f"{method.name} needs the queries of the last {method.tail_queries} prompt tokens: "
             f"the context kept {kept}; prefill with tail_queries={method.tail_queries}"
         )
+
+
+def start(method: AttentionMethod, context: Context) -> DecodeState:
+    """Decode state of a context that has been read.
+
+    Raises:
+        ConfigError: the method needs more tail queries than the context kept.
+    """
+    check_tail_queries(method, context)
     batch = context.cache.batch
     return DecodeState(
         context.cache,

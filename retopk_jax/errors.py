@@ -14,4 +14,8 @@ class PromptError(RetopkError):
 
 
 class CapacityError(RetopkError):
-    """Tokens would not fit the key-value cache or the model's positions."""
+    """Tokens would not fit the key-value cache, the model's positions or the device's memory."""
+
+
+class ContextError(RetopkError):
+    """A stored context is damaged, or does not fit what it is to be used with."""

@@ -15,15 +15,25 @@ from retopk_jax.attention.checks import check_integer
 from retopk_jax.decode import (
     DecodeState,
     Produced,
+    check_tail_queries,
     decode_loop,
     decode_one,
     first_token,
     start,
     statistics,
 )
-from retopk_jax.errors import CapacityError, ConfigError, PromptError
+from retopk_jax.device_memory import check_memory
+from retopk_jax.errors import ConfigError, PromptError
 from retopk_jax.language_model import LanguageModel
-from retopk_jax.prefill import Context, prefill
+from retopk_jax.prefill import (
+    Context,
+    Prefilled,
+    check_prompts,
+    context_bytes,
+    extend,
+    prefill,
+    slots_after,
+)
 from retopk_jax.programs import program
 from retopk_jax.sampling import make_sampling
 
@@ -63,11 +73,13 @@ class Generation:
 
     Attributes:
         completions: one a prompt, in order.
-        context: the prompts as they were read; `continue_from` takes it again.
-        prefill_seconds: wall time of reading the prompts; 0 if they had been read before.
+        context: to generate from again: the one given, or without one the prompts as they were
+            read.
+        prefill_seconds: wall time of reading the prompts; a context given is not read.
         decode_seconds: wall time of the decode steps.
         compile_seconds: wall time of compilation, part of neither.
         decode_steps: decode steps run, those of the longest row.
+        capacity: tokens a row of the cache in which they ran.
     """
 
     completions: list[Completion]
@@ -76,6 +88,7 @@ class Generation:
     decode_seconds: float
     compile_seconds: float
     decode_steps: int
+    capacity: int
 
     @property
     def texts(self) -> list[str | None]:
@@ -98,8 +111,10 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 """One text, several texts, or the token ids of several prompts."""
 
 
-def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
-    """Token ids of every prompt.
+def encode_prompts(
+    model: LanguageModel, prompts: Prompts, *, begins: bool = True
+) -> list[list[int]]:
+    """Token ids of every prompt; ``begins`` says that they begin sequences.
 
     Raises:
         PromptError: an empty prompt, or a text where the model has no tokenizer.
@@ -112,7 +127,7 @@ def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
                 raise PromptError(
                     f"prompt {row} is text and the model has no tokenizer: give token ids"
                 )
-            ids = model.tokenizer.encode(prompt)
+            ids = model.tokenizer.encode(prompt, begins=begins)
         else:
             try:
                 ids = [operator.index(token) for token in prompt]
@@ -128,8 +143,10 @@ def encode_prompts(model: LanguageModel, prompts: Prompts) -> list[list[int]]:
 
 def generate(
     model: LanguageModel,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
+    context: Context | None = None,
+    donate: bool = False,
     attention: AttentionMethod | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -142,11 +159,16 @@ def generate(
     on_text: OnText | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Generation:
-    """Reads prompts and continues them.
+    """Reads prompts and continues them, after a context where one is given.
 
     Args:
         model: from `models.load_model`.
-        prompts: a text, texts, or token ids of several prompts; of any lengths.
+        prompts: a text, texts, or token ids of several prompts; of any lengths. None to continue
+            a context as it is.
+        context: what was read before the prompts: of one row, which every prompt follows, or of a
+            row a prompt. It is not read again, and any number of generations may share it.
+        donate: use the context's own cache where it suffices, so that nothing is copied; go on
+            with `Generation.context`, not with the context passed in.
         attention: the decode-time method; None for `ReTopK` with its defaults.
         max_new_tokens: tokens to produce at most, of every prompt.
         temperature: 0 for greedy.
@@ -160,89 +182,33 @@ def generate(
         progress: called with (tokens read, tokens in all) while prefilling.
 
     Raises:
-        PromptError: an empty prompt, or a token id outside the vocabulary.
-        CapacityError: prompt and new tokens do not fit the capacity or the model's positions.
-        ConfigError: a setting is out of range.
-    """
-    method = ReTopK() if attention is None else attention
-    method.check(model.decoder.geometry)
-    make_sampling(temperature, top_k, top_p)
-    _check_run(max_new_tokens, seed)
-    _check_stop(model, stop, on_text)
-    encoded = encode_prompts(model, prompts)
-    read = prefill(
-        model,
-        encoded,
-        new_tokens=max_new_tokens,
-        capacity=capacity,
-        tail_queries=method.tail_queries,
-        progress=progress,
-    )
-    generation = continue_from(
-        model,
-        read.context,
-        attention=method,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        on_text=on_text,
-    )
-    return replace(
-        generation,
-        prefill_seconds=read.seconds,
-        compile_seconds=generation.compile_seconds + read.compile_seconds,
-    )
-
-
-def continue_from(
-    model: LanguageModel,
-    context: Context,
-    *,
-    attention: AttentionMethod | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    ignore_eos: bool = False,
-    on_text: OnText | None = None,
-) -> Generation:
-    """Continues prompts that have been read; see `generate` for the arguments.
-
-    The context's cache is written beyond the prompts and handed back in the result: continue from
-    `Generation.context` again, with any method, and nothing is copied or read twice. The context
-    passed in is used up.
+        PromptError: an empty prompt, a token id outside the vocabulary, or other rows than the
+            context's.
+        CapacityError: context, prompt and new tokens do not fit the capacity, the model's positions
+            or the device.
+        ConfigError: a setting is out of range, or the context kept too few queries for the method.
     """
     method = ReTopK() if attention is None else attention
     method.check(model.decoder.geometry)
     sampling = make_sampling(temperature, top_k, top_p)
-    _check_run(max_new_tokens, seed)
+    check_integer("max_new_tokens", max_new_tokens, minimum=1)
+    check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
     _check_stop(model, stop, on_text)
-    lengths = np.array(context.cache.lengths)  # a copy: the cache is donated
-    room = min(context.cache.capacity, model.decoder.max_positions) - int(lengths.max())
-    if max_new_tokens > room:
-        raise CapacityError(
-            f"max_new_tokens={max_new_tokens}: the context has room for {room} in a cache of "
-            f"{context.cache.capacity} and {model.decoder.max_positions} positions"
-        )
-    state = start(method, context)
+    read = _read(model, method, prompts, context, max_new_tokens, capacity, donate, progress)
+    lengths = np.array(read.context.cache.lengths)  # a copy: the cache is donated
+    state = start(method, read.context)
     eos = [-1] if ignore_eos else sorted(model.eos_token_ids) or [-1]
     controls = (sampling, jnp.asarray(eos, jnp.int32), jnp.int32(max_new_tokens))
     produced = Produced(
-        jnp.zeros((context.cache.batch, _buffer(max_new_tokens)), jnp.int32),
-        jnp.zeros(context.cache.batch, jnp.int32),
+        jnp.zeros((len(lengths), _buffer(max_new_tokens)), jnp.int32),
+        jnp.zeros(len(lengths), jnp.int32),
         jax.random.key(seed),
     )
-    produced, state = first_token(produced, state, context.logits, *controls)
+    produced, state = first_token(produced, state, read.context.logits, *controls)
     turn = decode_loop if not stop and on_text is None else decode_one
     args = (method, model.params, state, produced, *controls)
     run, compile_seconds = program(turn, *args, decoder=model.decoder)
-    watcher = _Watcher(model, context.cache.batch, stop, on_text, eos)
+    watcher = _Watcher(model, len(lengths), stop, on_text, eos)
     jax.block_until_ready(state)
     began = time.perf_counter()
     if turn is decode_loop:
@@ -254,25 +220,74 @@ def continue_from(
             state = watcher.look(produced, state)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began
-    cache = replace(state.cache, lengths=jnp.asarray(lengths))
+    if context is None:
+        cache = replace(state.cache, lengths=jnp.asarray(lengths))
+        context = replace(read.context, cache=cache)
+    elif context.cache.keys[0].is_deleted():
+        context = context.in_cache_of(state.cache)
     return Generation(
         _completions(model, method, produced, state, lengths, eos, watcher),
-        replace(context, cache=cache),
-        0.0,
+        context,
+        read.seconds,
         seconds,
-        compile_seconds,
+        compile_seconds + read.compile_seconds,
         int(jnp.max(state.index)),
+        state.cache.capacity,
+    )
+
+
+def _read(
+    model: LanguageModel,
+    method: AttentionMethod,
+    prompts: Prompts | None,
+    context: Context | None,
+    new_tokens: int,
+    capacity: int | None,
+    donate: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Prefilled:
+    """Checks everything against the model and the device, then reads; see `generate`."""
+    decoder = model.decoder
+    if context is not None:
+        check_tail_queries(method, context)
+        tail = context.tail_queries[0].shape[1]
+        tokens: list[list[int]] = [[]] * context.cache.batch
+        if prompts is not None:
+            tokens = encode_prompts(model, prompts, begins=False)
+        slots = slots_after(decoder, context, tokens, new_tokens, capacity, donate=donate)
+    elif prompts is not None:
+        tail, tokens = method.tail_queries, encode_prompts(model, prompts)
+        slots = check_prompts(decoder, tokens, new_tokens, capacity)
+    else:
+        raise PromptError("prompts=None and context=None: expected one of them, or both")
+    rows = len(tokens)
+    state = method.state_bytes(decoder.geometry, rows, slots, decoder.dtype)
+    in_place = donate and context is not None and context.cache.sizes == (rows, slots)
+    parts = {} if in_place else context_bytes(decoder, rows, slots, tail)
+    check_memory(f"{method.name} with {rows} x {slots} tokens", {**parts, "its own state": state})
+    if context is None:
+        return prefill(
+            model,
+            tokens,
+            new_tokens=new_tokens,
+            capacity=slots,
+            tail_queries=tail,
+            progress=progress,
+        )
+    return extend(
+        model,
+        context,
+        tokens,
+        new_tokens=new_tokens,
+        capacity=slots,
+        donate=donate,
+        progress=progress,
     )
 
 
 def _buffer(tokens: int) -> int:
     """Columns for new tokens: a power of two, so that few programs are compiled."""
     return max(64, 1 << (tokens - 1).bit_length())
-
-
-def _check_run(max_new_tokens: int, seed: int) -> None:
-    check_integer("max_new_tokens", max_new_tokens, minimum=1)
-    check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
 
 
 def _check_stop(model: LanguageModel, stop: Sequence[str], on_text: OnText | None) -> None:

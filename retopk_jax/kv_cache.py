@@ -34,6 +34,11 @@ class KVCache:
         """Rows, B."""
         return self.keys[0].shape[0]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and slots, (B, S)."""
+        return self.batch, self.capacity
+
 
 def kv_cache_bytes(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
     """Bytes of keys and values of all layers."""

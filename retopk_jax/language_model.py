@@ -106,8 +106,14 @@ class Decoder(Protocol):
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with the special tokens the model expects at its start."""
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
+        """Token ids of ``text``.
+
+        Args:
+            text: any.
+            begins: the text begins a sequence: the special tokens that the model expects there
+                are added.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:

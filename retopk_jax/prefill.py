@@ -1,26 +1,32 @@
 """Dense prefill: read the prompts, fill the cache, keep the last queries of every layer.
 
-A row is read alone, chunk after chunk, so its cache is the same whatever batch it is in.
+A row is read alone, chunk after chunk, so its cache is the same whatever batch it is in. What has
+been read is a value: `extend` reads on after it, in a copy, as often as one likes.
 """
 
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from retopk_jax.attention.checks import check_integer
+from retopk_jax.device_memory import check_memory
 from retopk_jax.errors import CapacityError, PromptError
-from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache
+from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_bytes
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
 from retopk_jax.programs import program
 
 CHUNK = 512
 """Prompt tokens read at once where the cache is read block by block."""
+
+TAIL_QUERIES = 128
+"""Queries of the last prompt tokens that are kept unless told otherwise."""
 
 CAPACITY_MULTIPLE = 256
 """Cache capacities are rounded up to this, so that few programs are compiled."""
@@ -41,6 +47,10 @@ class Context:
     cache: KVCache
     tail_queries: tuple[jax.Array, ...]
     logits: jax.Array
+
+    def in_cache_of(self, cache: KVCache) -> "Context":
+        """This context after its cache was donated to what has since written beyond it."""
+        return replace(self, cache=replace(cache, lengths=self.cache.lengths))
 
 
 @dataclass(frozen=True)
@@ -114,13 +124,27 @@ def rounded_capacity(tokens: int) -> int:
 
 
 def check_prompts(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, capacity: int | None
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    capacity: int | None,
+    before: Sequence[int] | None = None,
 ) -> int:
-    """Checks token ids and room, before anything is allocated; returns the slots a row."""
+    """Checks token ids and room, before anything is allocated; returns the slots a row.
+
+    Args:
+        decoder: the model's functions.
+        prompts: token ids of every row.
+        new_tokens: tokens to leave room for in every row.
+        capacity: slots a row; None for the least that fits, rounded up.
+        before: tokens that every row holds already; None for none.
+    """
     if not prompts:
         raise PromptError("prompts=[]: expected at least one prompt")
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
+            if before is not None:
+                continue
             raise PromptError(f"prompt {row} is empty: expected at least one token")
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= decoder.vocab_size:
@@ -131,21 +155,54 @@ def check_prompts(
     check_integer("max_new_tokens", new_tokens, minimum=1)
     if capacity is not None:
         check_integer("capacity", capacity, minimum=1)
-    longest = max(len(prompt) for prompt in prompts)
-    needed = longest + new_tokens
+    held = [0] * len(prompts) if before is None else before
+    known, longest = max(
+        ((n, len(prompt)) for n, prompt in zip(held, prompts, strict=True)), key=sum
+    )
+    counts = {"context": known, "prompt": longest}
+    parts = [f"{name} of {count} tokens" for name, count in counts.items() if count]
+    parts = " + ".join([*parts, f"{new_tokens} new tokens"])
+    needed = known + longest + new_tokens
     if needed > decoder.max_positions:
-        raise CapacityError(
-            f"prompt of {longest} tokens + {new_tokens} new tokens = {needed}: the model has "
-            f"{decoder.max_positions} positions"
-        )
+        raise CapacityError(f"{parts} = {needed}: the model has {decoder.max_positions} positions")
     if capacity is None:
         return rounded_capacity(needed)
     if capacity < needed:
-        raise CapacityError(
-            f"capacity={capacity}: expected at least {needed}, a prompt of {longest} tokens + "
-            f"{new_tokens} new tokens"
-        )
+        raise CapacityError(f"capacity={capacity}: expected at least {needed}, a {parts}")
     return capacity
+
+
+def slots_after(
+    decoder: Decoder,
+    context: Context,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    capacity: int | None,
+    *,
+    donate: bool,
+) -> int:
+    """Checks what `extend` is to read; returns the slots a row that it makes."""
+    cache, rows = context.cache, len(prompts)
+    if cache.batch not in (1, rows):
+        raise PromptError(
+            f"{rows} prompts after a context of {cache.batch} rows: expected {cache.batch}, or a "
+            "context of one row"
+        )
+    before = np.broadcast_to(np.asarray(cache.lengths), rows).tolist()
+    slots = check_prompts(decoder, prompts, new_tokens, capacity, before)
+    own = cache.capacity if capacity is None and donate and cache.batch == rows else 0
+    return max(slots, own)
+
+
+def context_bytes(decoder: Decoder, batch: int, slots: int, tail_queries: int) -> dict[str, int]:
+    """Bytes of a context by part."""
+    geometry, size = decoder.geometry, jnp.dtype(decoder.dtype).itemsize
+    queries = batch * tail_queries * geometry.num_heads * geometry.head_dim * size
+    return {
+        "keys and values": kv_cache_bytes(geometry, batch, slots, decoder.dtype),
+        "queries": geometry.num_layers * queries,
+        "logits": batch * decoder.vocab_size * 4,
+    }
 
 
 def prefill(
@@ -154,7 +211,7 @@ def prefill(
     *,
     new_tokens: int,
     capacity: int | None = None,
-    tail_queries: int = 128,
+    tail_queries: int = TAIL_QUERIES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Prefilled:
     """Reads prompts with full attention.
@@ -169,11 +226,14 @@ def prefill(
 
     Raises:
         PromptError: no prompt, an empty one, or a token id outside the vocabulary.
-        CapacityError: prompt and new tokens do not fit the capacity or the model's positions.
+        CapacityError: prompt and new tokens do not fit the capacity, the model's positions or the
+            device.
     """
     decoder, geometry = model.decoder, model.decoder.geometry
     slots = check_prompts(decoder, prompts, new_tokens, capacity)
     batch = len(prompts)
+    parts = context_bytes(decoder, batch, slots, tail_queries)
+    check_memory(f"a context of {batch} x {slots} tokens", parts)
     dtype = jnp.dtype(decoder.dtype)
     tail = (batch, tail_queries, geometry.num_heads, geometry.head_dim)
     context = Context(
@@ -182,17 +242,89 @@ def prefill(
         jnp.zeros((batch, decoder.vocab_size), jnp.float32),
     )
     whole = cudnn_serves(geometry.head_dim, dtype)
+    return _read(model, context, prompts, [0] * batch, whole, progress)
+
+
+def extend(
+    model: LanguageModel,
+    context: Context,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    capacity: int | None = None,
+    donate: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Prefilled:
+    """Reads more tokens after a context, which is not read again.
+
+    Args:
+        model: the one that read the context.
+        context: of one row, which every prompt follows, or of a row a prompt.
+        prompts: token ids that follow each row; one without any leaves its row as it is.
+        new_tokens: tokens to leave room for in every row.
+        capacity: slots a row; None for the least that fits, rounded up, or with ``donate`` for the
+            context's own where they suffice.
+        donate: read on in the context's own cache if it has the rows and the slots, so that nothing
+            is copied; `Context.in_cache_of` gives the context back. False leaves it as it is.
+        progress: called with (tokens read, tokens in all) after every chunk.
+
+    Raises:
+        PromptError: other rows than the context's, or a token id outside the vocabulary.
+        CapacityError: context, prompt and new tokens do not fit the capacity, the model's positions
+            or the device.
+    """
+    slots = slots_after(model.decoder, context, prompts, new_tokens, capacity, donate=donate)
+    cache, rows = context.cache, len(prompts)
+    before = np.broadcast_to(np.asarray(cache.lengths), rows).tolist()
+    if not (donate and cache.sizes == (rows, slots)):
+        parts = context_bytes(model.decoder, rows, slots, context.tail_queries[0].shape[1])
+        check_memory(f"a copy of the context with {rows} x {slots} tokens", parts)
+        cache = _copy_cache(cache, rows=rows, slots=slots)
+    tails, logits, lengths = _copy_rows(
+        (context.tail_queries, context.logits, context.cache.lengths), rows=rows
+    )
+    copied = Context(replace(cache, lengths=lengths), tails, logits)
+    return _read(model, copied, prompts, before, False, progress)
+
+
+@functools.partial(jax.jit, static_argnames=("rows",))
+def _copy_rows(tree: Any, *, rows: int) -> Any:
+    """Copies ``[B, ...]`` to ``[rows, ...]``; B is ``rows`` or 1."""
+    return jax.tree.map(lambda x: jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:]))), tree)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "slots"))
+def _copy_cache(cache: KVCache, *, rows: int, slots: int) -> KVCache:
+    """Copies a cache to as many rows and slots; slots beyond its own are zeros."""
+
+    def copy(x: jax.Array) -> jax.Array:  # [B, G, S, D]
+        x = x[:, :, :slots]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+        return jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:])))
+
+    return KVCache(tuple(map(copy, cache.keys)), tuple(map(copy, cache.values)), cache.lengths)
+
+
+def _read(
+    model: LanguageModel,
+    context: Context,
+    prompts: Sequence[Sequence[int]],
+    before: Sequence[int],
+    whole: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Prefilled:
+    """Reads prompts after ``before`` tokens of every row; the context is donated."""
     total, done, compiling = sum(len(prompt) for prompt in prompts), 0, 0.0
     began = time.perf_counter()
-    for row, prompt in enumerate(prompts):
+    for row, (known, prompt) in enumerate(zip(before, prompts, strict=True)):
         chunk = _bucket(len(prompt)) if whole else CHUNK
         for start in range(0, len(prompt), chunk):
             piece = np.zeros(chunk, np.int32)
             valid = min(chunk, len(prompt) - start)
             piece[:valid] = prompt[start : start + valid]
-            scalars = (jnp.int32(n) for n in (row, start, valid, len(prompt)))
-            args = (model.params, context, jnp.asarray(piece), *scalars)
-            run, seconds = program(read_chunk, *args, decoder=decoder, whole=whole)
+            numbers = (row, known + start, valid, known + len(prompt))
+            args = (model.params, context, jnp.asarray(piece), *map(jnp.int32, numbers))
+            run, seconds = program(read_chunk, *args, decoder=model.decoder, whole=whole)
             compiling += seconds
             context = run(*args)
             done += valid

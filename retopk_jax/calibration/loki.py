@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retopk_jax.attention.checks import check_integer
-from retopk_jax.calibration.fingerprint import model_fingerprint
 from retopk_jax.errors import ConfigError, PromptError
+from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import prefill
 

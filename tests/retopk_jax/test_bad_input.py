@@ -9,10 +9,10 @@ from retopk_jax import (
     CapacityError,
     ConfigError,
     ExactTopK,
+    Full,
     PromptError,
     ReTopK,
     SparQ,
-    continue_from,
     decode_step,
     generate,
     prefill,
@@ -96,8 +96,8 @@ def test_generate(prompts: Any, kwargs: Any, error: type[Exception], message: st
 def test_a_full_context_and_a_full_session() -> None:
     model = toy_model(layers=1)
     context = prefill(model, [[1, 2], [3]], new_tokens=2, capacity=4).context
-    with pytest.raises(CapacityError, match=r"max_new_tokens=3: the context has room for 2"):
-        continue_from(model, context, max_new_tokens=3)
+    with pytest.raises(CapacityError, match=r"expected at least 5, a context of 2 tokens"):
+        generate(model, context=context, capacity=4, attention=Full(), max_new_tokens=3)
     with pytest.raises(ConfigError, match=r"last 200 prompt tokens.*tail_queries=200"):
         start_session(model, ReTopK(capacity=200), context)
     with pytest.raises(ConfigError, match="components=99: expected at most"):

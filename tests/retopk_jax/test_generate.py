@@ -11,7 +11,6 @@ from retopk_jax import (
     ExactTopK,
     Full,
     ReTopK,
-    continue_from,
     decode_step,
     generate,
     prefill,
@@ -111,7 +110,7 @@ def test_continuing_a_context_equals_reading_it_again() -> None:
     model, prompts = toy_model(layers=1), [prompt(20), prompt(60)]
     context = prefill(model, prompts, new_tokens=20, tail_queries=8).context
     for method in (SMALL, Full(), SMALL):
-        run = continue_from(model, context, attention=method, max_new_tokens=20)
+        run = generate(model, context=context, donate=True, attention=method, max_new_tokens=20)
         context = run.context
         fresh = generate(model, prompts, attention=method, max_new_tokens=20)
         assert run.tokens == fresh.tokens

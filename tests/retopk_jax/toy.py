@@ -61,7 +61,7 @@ class ToyDecoder:
 class ToyTokenizer:
     """One character a token."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
         return [ord(c) - 32 for c in text]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -97,7 +97,7 @@ def test_a_short_text_is_one_window_and_files_are_joined(model, text, tmp_path) 
 
 
 class _Joined:
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
         assert text in (TEXT, TEXT + "\n\nMore of it")
         return [max(ord(c) - 32, 0) for c in text]
 

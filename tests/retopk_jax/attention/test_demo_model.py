@@ -14,7 +14,7 @@ from retopk_jax.attention import (
     TokenSelect,
 )
 from retopk_jax.calibration import calibrate_loki
-from retopk_jax.generate import continue_from
+from retopk_jax.generate import generate
 from retopk_jax.prefill import prefill
 
 BUDGET, NEW = 512, 12
@@ -55,7 +55,14 @@ def test_greedy_answers_with_512_of_4000_tokens(tmp_path) -> None:
     context = prefill(model, [prompt], new_tokens=NEW).context
     answers = {}
     for method in methods:
-        done = continue_from(model, context, attention=method, max_new_tokens=NEW, ignore_eos=True)
+        done = generate(
+            model,
+            context=context,
+            donate=True,
+            attention=method,
+            max_new_tokens=NEW,
+            ignore_eos=True,
+        )
         context = done.context
         (completion,) = done.completions
         answers[method.name] = completion.text

@@ -1,0 +1,57 @@
+"""`retopk prefill`: reads prompts once and stores them for `retopk generate --context`."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from models import CausalLM, load_model
+from retopk_jax.cli_progress import reading
+from retopk_jax.cli_prompts import check_prompts, conversation
+from retopk_jax.context_store import check_store, save_context
+from retopk_jax.generate import encode_prompts
+from retopk_jax.prefill import prefill
+
+
+def run_prefill(args: argparse.Namespace) -> None:
+    """Loads a model, reads the prompts, stores the context.
+
+    Raises:
+        RetopkError: a prompt cannot be used, or the store cannot be made there.
+        ModelError: the model cannot be loaded.
+    """
+    check_prompts(args)
+    check_store(args.save)
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"loading {args.model}"):
+        model = load_model(args.model, dtype=args.dtype)
+        for note in model.notes:
+            console.print(f"note: {note}", markup=False)
+        tokens, rests = _encode(model, args)
+    with reading(console) as progress:
+        read = prefill(model, tokens, new_tokens=1, progress=progress)
+    with console.status(f"storing {args.save}"):
+        save_context(
+            args.save, model, read.context, tokens, source=_findable(args.model), rests=rests
+        )
+    console.print(
+        f"{args.save}: {sum(map(len, tokens)):,} tokens read in {read.seconds:.2f} s, "
+        f"compilation {read.compile_seconds:.1f} s",
+        style="dim",
+        markup=False,
+    )
+
+
+def _encode(model: CausalLM, args: argparse.Namespace) -> tuple[list[list[int]], list[str]]:
+    """Token ids of the prompts, and what is to follow the question on each."""
+    if not args.chat:
+        return encode_prompts(model, args.prompts), [""] * len(args.prompts)
+    tokenizer = model.require_tokenizer()
+    opened = [tokenizer.open_chat(conversation(args, prompt)) for prompt in args.prompts]
+    return [ids for ids, _ in opened], [rest for _, rest in opened]
+
+
+def _findable(model: str) -> str:
+    """The model's name for another process, which may run elsewhere."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model

@@ -1,0 +1,288 @@
+"""Contexts on disk: prompts that are read once and continued in other processes.
+
+A store is a directory of arrays, written by Orbax under a new name, and ``context.json``, which
+names them with the hash of every file. That file is put in place last, by one rename: whatever
+interrupts a save, the store holds the context it held before, or none.
+
+The recall cache is kept as the queries that it is filled from: their supports follow from the
+stored keys for any K and C, and the tokens read next push them out anyway.
+"""
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from retopk_jax.cli_files import write_json
+from retopk_jax.device_memory import check_memory
+from retopk_jax.errors import ConfigError, ContextError
+from retopk_jax.fingerprint import model_fingerprint
+from retopk_jax.kv_cache import KVCache
+from retopk_jax.language_model import LanguageModel
+from retopk_jax.prefill import Context, context_bytes, rounded_capacity
+
+FORMAT = "retopk-jax context 1"
+MANIFEST = "context.json"
+_ARRAYS = "arrays-"
+
+
+@dataclass(frozen=True)
+class StoredContext:
+    """A context and what was stored beside it.
+
+    Attributes:
+        context: to generate from.
+        tokens: token ids of every row.
+        notes: what the writer of the store wanted kept.
+    """
+
+    context: Context
+    tokens: list[list[int]]
+    notes: dict[str, Any]
+
+
+def check_store(path: Path | str) -> None:
+    """Checks that a context can be saved under a name, before it is read.
+
+    Raises:
+        ConfigError: it is a file, another directory than a store, or in no directory.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the directory {path.parent} does not exist")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file: expected a directory to make, or a stored context")
+    if path.is_dir() and _strangers(path):
+        raise ConfigError(
+            f"{path} holds {', '.join(_strangers(path)[:3])}: expected a directory to make, or a "
+            "stored context"
+        )
+
+
+def _strangers(path: Path) -> list[str]:
+    """Names in a directory that no store has."""
+    names = sorted(entry.name for entry in path.iterdir())
+    return [name for name in names if MANIFEST not in name and not name.startswith(_ARRAYS)]
+
+
+def save_context(
+    path: Path | str,
+    model: LanguageModel,
+    context: Context,
+    tokens: Sequence[Sequence[int]],
+    **notes: Any,
+) -> None:
+    """Stores a context, in place of one that is there: all of it or, on any failure, nothing.
+
+    Args:
+        path: the directory.
+        model: the one that read the context.
+        context: what it read.
+        tokens: token ids of every row.
+        **notes: JSON to keep beside it.
+
+    Raises:
+        ConfigError: the directory holds something else, or the tokens are not the context's.
+        OSError: the disk is full, or the like.
+    """
+    path = Path(path)
+    check_store(path)
+    lengths = np.asarray(context.cache.lengths).tolist()
+    if [len(row) for row in tokens] != lengths:
+        raise ConfigError(
+            f"tokens of {[len(row) for row in tokens]} in rows: the context holds {lengths}"
+        )
+    path.mkdir(exist_ok=True)
+    arrays = path / f"{_ARRAYS}{secrets.token_hex(8)}"
+    slots = min(context.cache.capacity, rounded_capacity(max(lengths)))
+    padded = np.full((len(lengths), max(lengths)), -1, np.int32)
+    for row, ids in enumerate(tokens):
+        padded[row, : len(ids)] = ids
+    tree = {
+        "tokens": padded,
+        "lengths": context.cache.lengths,
+        "logits": context.logits,
+        "keys": _first_slots(context.cache.keys, slots),
+        "values": _first_slots(context.cache.values, slots),
+        "tail_queries": list(context.tail_queries),
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(arrays.absolute(), tree)
+        manifest = {
+            "format": FORMAT,
+            "arrays": arrays.name,
+            "model": model_fingerprint(model),
+            "settings": _settings(model),
+            "sizes": {
+                "rows": len(lengths),
+                "slots": slots,
+                "longest": max(lengths),
+                "tail_queries": context.tail_queries[0].shape[1],
+            },
+            "notes": notes,
+            "files": _hashes(arrays),
+        }
+        write_json(path / MANIFEST, {**manifest, "digest": _digest(manifest)})
+    except BaseException:
+        shutil.rmtree(arrays, ignore_errors=True)
+        raise
+    for old in path.iterdir():  # the context before, and what saves that were killed left
+        if old.is_dir() and old.name != arrays.name:
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.is_file() and old.name != MANIFEST:
+            old.unlink(missing_ok=True)
+
+
+def read_manifest(path: Path | str) -> dict[str, Any]:
+    """What a store says of itself; its arrays are not looked at.
+
+    Raises:
+        ContextError: there is no store, or its description is truncated or was changed.
+    """
+    path = Path(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        digest = manifest.pop("digest")
+    except OSError as error:
+        raise ContextError(f"{path}: no stored context ({MANIFEST}: {error.strerror})") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ContextError(f"{path}: {MANIFEST} is truncated, or none of a context") from error
+    if manifest.get("format") != FORMAT:
+        raise ContextError(
+            f"{path}: of format {manifest.get('format')!r}, this version reads {FORMAT!r}"
+        )
+    if digest != _digest(manifest):
+        raise ContextError(f"{path}: {MANIFEST} was changed after it was written")
+    return manifest
+
+
+def load_context(
+    path: Path | str, model: LanguageModel, *, new_tokens: int | None = None
+) -> StoredContext:
+    """Reads what `save_context` wrote.
+
+    Args:
+        path: the directory.
+        model: the one that is to continue it.
+        new_tokens: tokens to leave room for in every row; None for as many as were stored.
+
+    Raises:
+        ContextError: there is no store, it is truncated or was changed, or another model or other
+            settings made it; says what differs.
+        CapacityError: it does not fit the device.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    _check_made_by(path, manifest, model)
+    sizes, arrays = manifest["sizes"], path / manifest["arrays"]
+    slots = sizes["slots"]
+    if new_tokens is not None:
+        slots = rounded_capacity(sizes["longest"] + new_tokens)
+    decoder, geometry = model.decoder, model.decoder.geometry
+    rows, tail = sizes["rows"], sizes["tail_queries"]
+    check_memory(f"the context {path}", context_bytes(decoder, rows, slots, tail))
+    _check_files(path, arrays, manifest["files"])
+    here = SingleDeviceSharding(jax.local_devices()[0])
+
+    def target(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=here)
+
+    layers = range(geometry.num_layers)
+    cached = target((rows, geometry.num_kv_heads, slots, geometry.head_dim), decoder.dtype)
+    queries = target((rows, tail, geometry.num_heads, geometry.head_dim), decoder.dtype)
+    targets = {
+        "tokens": target((rows, sizes["longest"]), jnp.int32),
+        "lengths": target((rows,), jnp.int32),
+        "logits": target((rows, decoder.vocab_size), jnp.float32),
+        "keys": [cached for _ in layers],
+        "values": [cached for _ in layers],
+        "tail_queries": [queries for _ in layers],
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            # Not strict: the cache may be larger than the stored one, and is zero beyond it.
+            tree = checkpointer.restore(arrays.absolute(), targets, strict=False)
+    # Orbax and TensorStore raise many kinds for damaged files.
+    except Exception as error:
+        raise ContextError(f"{path}: its arrays cannot be read: {error}") from error
+    cache = KVCache(tuple(tree["keys"]), tuple(tree["values"]), tree["lengths"])
+    lengths = np.asarray(tree["lengths"])
+    tokens = [row[:n].tolist() for row, n in zip(np.asarray(tree["tokens"]), lengths, strict=True)]
+    context = Context(cache, tuple(tree["tail_queries"]), tree["logits"])
+    return StoredContext(context, tokens, manifest["notes"])
+
+
+def _first_slots(arrays: Sequence[jax.Array], slots: int) -> list[jax.Array]:
+    return [x if x.shape[2] == slots else x[:, :, :slots] for x in arrays]
+
+
+def _settings(model: LanguageModel) -> dict[str, Any]:
+    """What a context's arrays depend on besides the weights."""
+    decoder = model.decoder
+    return {
+        **asdict(decoder.geometry),
+        "vocab_size": decoder.vocab_size,
+        "dtype": jnp.dtype(decoder.dtype).name,
+    }
+
+
+def _check_made_by(path: Path, manifest: dict[str, Any], model: LanguageModel) -> None:
+    found = _settings(model)
+    differing = [
+        f"{name} {kept} and not {found[name]}"
+        for name, kept in manifest["settings"].items()
+        if kept != found.get(name)
+    ]
+    if differing:
+        raise ContextError(f"{path}: made by a model of {', '.join(differing)}")
+    mine = model_fingerprint(model)
+    what = {"weights": "weights", "rope": "positional encoding (RoPE)"}
+    differing = [what[name] for name, kept in manifest["model"].items() if kept != mine[name]]
+    if differing:
+        raise ContextError(
+            f"{path}: made by a model of other {' and '.join(differing)} than this one's"
+        )
+
+
+def _hashes(directory: Path) -> dict[str, list[Any]]:
+    """Bytes and SHA-256 of every file, by path."""
+
+    def describe(file: Path) -> list[Any]:
+        with file.open("rb") as opened:
+            return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
+
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(describe, files)
+        return {str(f.relative_to(directory)): d for f, d in zip(files, found, strict=True)}
+
+
+def _check_files(path: Path, arrays: Path, wanted: dict[str, list[Any]]) -> None:
+    found = _hashes(arrays) if arrays.is_dir() else {}
+    for title, names in {
+        "missing": wanted.keys() - found.keys(),
+        "unexpected": found.keys() - wanted.keys(),
+        "truncated": {n for n in wanted.keys() & found.keys() if found[n][0] != wanted[n][0]},
+        "changed after it was written": {
+            n for n in wanted.keys() & found.keys() if found[n] != wanted[n]
+        },
+    }.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ContextError(f"{path}: {arrays.name}/{min(names)}{more}: {title}")
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
