@@ -1,6 +1,7 @@
 """Result files: rows with the machine, commit and settings that they were measured under."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from retopk_jax.cli_files import write_json
+from retopk_jax.cli_files import write_text
 from retopk_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +62,21 @@ def write_results(
         "rows": [dict(row) for row in rows],
         **more,
     }
-    write_json(path, document)
+    write_text(path, as_json(document))
+
+
+def as_json(document: Mapping[str, Any]) -> str:
+    """JSON with a line for every row, and for every entry of another list of objects."""
+    parts = []
+    for name, value in document.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            lines = [json.dumps(one, ensure_ascii=False, allow_nan=False) for one in value]
+            text = "[\n    " + ",\n    ".join(lines) + "\n  ]"
+        else:
+            text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+            text = text.replace("\n", "\n  ")
+        parts.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def machine() -> dict[str, Any]:

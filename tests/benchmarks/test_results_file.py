@@ -16,6 +16,7 @@ def test_says_where_and_from_what_it_was_measured(tmp_path):
     assert document["machine"]["backend"] == "cpu"
     assert document["machine"]["jax"]
     assert "commit" in document
+    assert '\n    {"a": 1},\n    {"a": 2}\n' in (tmp_path / "x.json").read_text()
 
 
 def test_failure_leaves_the_old_file(tmp_path):
