@@ -8,6 +8,8 @@ from benchmarks.evidence.methods import ALL, title
 
 Result = Mapping[str, Any]
 
+SPEED = "Speed is that of a whole decode step over Exact Top-K's, at this batch size."
+
 
 @dataclass(frozen=True)
 class Table:
@@ -236,7 +238,7 @@ def ablation_section(results: Sequence[Result]) -> Section:
         "degrades severely; no fallback trades PPL for speed; refresh has little effect here.",
         tables,
         [],
-        ["Speed is that of a whole decode step over Exact Top-K's, at this batch size."],
+        [SPEED, *_remarks(results)],
     )
 
 
@@ -279,6 +281,7 @@ def sensitivity_section(results: Sequence[Result]) -> Section:
         "gains of R diminish beyond 4; T_r from 128 on alike.",
         tables,
         list(dict.fromkeys(images)),
+        [SPEED, *_remarks(results)],
     )
 
 
@@ -346,6 +349,11 @@ def transfer_section(results: Sequence[Result]) -> Section:
         "2.66x.",
         tables,
     )
+
+
+def _remarks(results: Sequence[Result]) -> list[str]:
+    """What result files say of themselves, each once."""
+    return list(dict.fromkeys(one for result in results for one in result.get("remarks", ())))
 
 
 def _key(result: Result) -> str:
