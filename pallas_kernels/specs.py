@@ -78,26 +78,37 @@ def supports_of(
 
 
 def problem(
-    shape: Shape, lengths: tuple[int, ...], *, keys: str = "grid", supports: str = "mixed"
+    shape: Shape,
+    lengths: tuple[int, ...],
+    *,
+    keys: str = "grid",
+    supports: str = "mixed",
+    bad: str = "",
+    one_query: bool = False,
 ) -> dict[str, Any]:
     """Everything that a ReTopK step takes.
 
     Args:
         shape: sizes.
         lengths: valid tokens of every row.
-        keys: ``grid``; ``equal`` (every key the same); ``close`` (pairs of keys one bfloat16
-            step apart); ``bad`` (some NaN and infinite).
+        keys: ``grid``; ``equal`` (every key the same); ``twins`` (pairs of keys the same);
+            ``close`` (pairs of keys one bfloat16 step apart).
         supports: see `supports_of`.
+        bad: ``keys``, ``values`` or ``queries`` of which some are NaN, infinite or zero.
+        one_query: whether all remembered queries of a head are the same.
     """
     rng = np.random.default_rng(0)
     cache = (shape.b, shape.g, shape.s, shape.d)
     k, v = _grid(rng, cache, shape.dtype), _grid(rng, cache, shape.dtype)
     if keys == "equal":
         k = jnp.broadcast_to(k[:, :, :1], cache)
-    elif keys == "close":
-        k = k.at[:, :, 1::2].set(k[:, :, ::2])
-        k = k.at[:, :, 1::2, 0].add(jnp.asarray(2.0**-8, shape.dtype))
-    elif keys == "bad":
+    elif keys in ("twins", "close"):
+        k = k.at[:, :, 1::2].set(k[:, :, : shape.s // 2 * 2 : 2])
+        if keys == "close":
+            k = k.at[:, :, 1::2, 0].add(jnp.asarray(2.0**-8, shape.dtype))
+    if bad == "values":
+        v = v.at[:, :, 0].set(jnp.nan).at[:, :, 9].set(jnp.inf)  # row 0 is what padding reads
+    elif bad == "keys":
         k = k.at[:, :, 3].set(jnp.nan).at[:, :, 5, 0].set(jnp.inf).at[:, :, 8, 1].set(-jnp.inf)
     counts = np.asarray(lengths, np.int32)
     ring = rng.standard_normal((shape.b, shape.h, shape.c, shape.d)).astype(np.float32)
@@ -109,6 +120,10 @@ def problem(
     ring[:, :, 1] = np.where(
         similar[..., None], q / np.linalg.norm(q, axis=-1, keepdims=True), ring[:, :, 1]
     )
+    if one_query:
+        ring = np.broadcast_to(ring[:, :, 1:2], ring.shape)
+    if bad == "queries":
+        q[0, 0], q[0, 1, 3], q[-1, 2, 0] = 0.0, np.nan, np.inf
     return {
         "q": jnp.asarray(q, shape.dtype),
         "keys": k,
@@ -201,7 +216,7 @@ def _of_op(op: str, name: str, shape: Shape, p: dict[str, Any]) -> Spec:
         remembered,
         p["lengths"],
         no.at[-1].set(name == "refresh"),
-        ~no.at[0].set(name == "ended"),
+        ~no.at[0].set(name in ("ended", "boundary_0_capacity")),
         jnp.float32(0.85),
     )
     return Spec("retopk_step", name, args, {"entries": shape.r, "window": shape.w})
@@ -223,13 +238,15 @@ OPS = (
 _SMALL = Shape()
 _PROBLEMS: dict[str, Callable[[], tuple[Shape, dict[str, Any]]]] = {
     "ragged": lambda: (_SMALL, problem(_SMALL, (90, 23))),
+    "boundary_0_capacity": lambda: (_SMALL, problem(_SMALL, (0, 96))),
     "boundary_1_k": lambda: (_SMALL, problem(_SMALL, (1, 16))),
     "boundary_k-1_k+1": lambda: (_SMALL, problem(_SMALL, (15, 17))),
     "boundary_w-1_w+1": lambda: (_SMALL, problem(_SMALL, (4, 6))),
-    "full": lambda: (_SMALL, problem(_SMALL, (96, 96))),
     "equal_keys": lambda: (_SMALL, problem(_SMALL, (90, 23), keys="equal")),
     "close_keys": lambda: (_SMALL, problem(_SMALL, (90, 23), keys="close")),
-    "bad_keys": lambda: (_SMALL, problem(_SMALL, (90, 23), keys="bad")),
+    "twin_keys": lambda: (_SMALL, problem(_SMALL, (90, 23), keys="twins")),
+    "bad_keys": lambda: (_SMALL, problem(_SMALL, (90, 23), bad="keys")),
+    "bad_queries": lambda: (_SMALL, problem(_SMALL, (90, 23), bad="queries")),
     "same_supports": lambda: (_SMALL, problem(_SMALL, (90, 23), supports="same")),
     "disjoint_supports": lambda: (_SMALL, problem(_SMALL, (90, 23), supports="disjoint")),
     "empty_supports": lambda: (_SMALL, problem(_SMALL, (90, 23), supports="empty")),
@@ -244,6 +261,18 @@ _ONLY_STEP = {
         problem(s, (70,)),
     ),
     "float16": lambda: ((s := Shape(b=1, dtype=jnp.float16)), problem(s, (90,))),
+    "bad_values": lambda: (_SMALL, problem(_SMALL, (90, 23), bad="values")),
+    "same_queries": lambda: (_SMALL, problem(_SMALL, (90, 23), one_query=True)),
+    "one_head_each": lambda: ((s := Shape(b=1, h=2)), problem(s, (90,))),
+    "five_heads_each": lambda: (
+        (s := Shape(b=1, h=5, g=1, dtype=jnp.bfloat16)),
+        problem(s, (90,), keys="close"),
+    ),
+    "seven_heads_each": lambda: (
+        (s := Shape(b=1, h=7, g=1, dtype=jnp.bfloat16)),
+        problem(s, (90,), keys="twins"),
+    ),
+    "eight_heads_each": lambda: ((s := Shape(b=1, h=8, g=1, w=0)), problem(s, (90,))),
 }
 _ONLY_TOP_K = {
     name: lambda: (_SMALL, problem(_SMALL, (96, 23)))
@@ -272,7 +301,7 @@ def spec(op: str, name: str) -> Spec:
 def names(op: str) -> list[str]:
     """Names that `spec` knows for an op."""
     relevant = {
-        "recall": ("ragged", "boundary_1_k"),
+        "recall": ("ragged", "boundary_1_k", "same_queries", "bad_queries"),
         "select": ("ragged",),
         "top_k": ("ragged", "boundary_k-1_k+1", *_ONLY_TOP_K),
         "support_scores": (
@@ -283,9 +312,16 @@ def names(op: str) -> list[str]:
             "one_group_odd_sizes",
             "float16",
         ),
-        "sparse_attend": ("ragged", "empty_supports", "boundary_1_k"),
-        "full_attention": ("ragged", "full", "bad_keys", "boundary_1_k"),
-        "prefill_supports": ("ragged", "equal_keys", "bad_keys", "boundary_1_k"),
+        "sparse_attend": ("ragged", "empty_supports", "boundary_1_k", "bad_values"),
+        "full_attention": ("ragged", "bad_keys", "boundary_0_capacity", "boundary_1_k"),
+        "prefill_supports": (
+            "ragged",
+            "equal_keys",
+            "twin_keys",
+            "bad_keys",
+            "boundary_0_capacity",
+            "boundary_1_k",
+        ),
     }
     if op == "retopk_step":
         return [*_PROBLEMS, *_ONLY_STEP]

@@ -17,10 +17,15 @@ from pallas_kernels import specs
 CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
 
 
+@functools.cache
+def compiled(op: str, **kwargs):
+    """The op under `jax.jit`, one for all cases, so that those of equal shapes compile once."""
+    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+    return jax.jit(functools.partial(function, **kwargs))
+
+
 def run(spec: specs.Spec, implementation: str):
-    op = getattr(importlib.import_module(f"pallas_kernels.{spec.op}"), spec.op)
-    call = functools.partial(op, implementation=implementation, **spec.kwargs)
-    return jax.jit(call)(*spec.args)
+    return compiled(spec.op, implementation=implementation, **spec.kwargs)(*spec.args)
 
 
 def assert_same(expected, got) -> None:
@@ -78,6 +83,57 @@ def test_support_is_the_same_every_time_and_in_any_row() -> None:
     for _ in range(100):
         again = call(same["q"], same["keys"], p["lengths"], wanted)[0]
         np.testing.assert_array_equal(np.asarray(again), first)
+
+
+def test_steps_are_the_same_every_time_and_in_any_row() -> None:
+    shape = specs.Shape(b=3)
+    p = specs.problem(shape, (70, 41, 23))
+    step = compiled("retopk_step", entries=shape.r, window=shape.w, implementation="triton")
+    names = ("q", "keys", "values", "remembered", "lengths")
+    no = jnp.zeros((3,), jnp.bool_)
+
+    def take(rows: list[int]):
+        picked = jax.tree.map(lambda x: x[jnp.array(rows)], [p[name] for name in names])
+        return jax.tree.map(np.asarray, step(*picked, no, ~no, jnp.float32(0.85)))
+
+    def assert_rows(rows: list[int]) -> None:
+        for want, have in zip(jax.tree.leaves(first), jax.tree.leaves(take(rows)), strict=True):
+            np.testing.assert_array_equal(have, want[rows])
+
+    first = take([0, 1, 2])
+    assert_rows([2, 0, 1])
+    assert_rows([1, 1, 1])
+    for _ in range(100):
+        assert_rows([0, 1, 2])
+
+
+def test_cases_are_what_they_say() -> None:
+    names = (
+        *("ragged", "twin_keys", "same_supports", "disjoint_supports", "empty_supports"),
+        *("window_covers_all", "bad_queries", "bad_values"),
+    )
+    steps = ((name, run(specs.spec("retopk_step", name), "reference")) for name in names)
+    done = {name: jax.tree.map(np.asarray, step) for name, step in steps}
+    reused = {name: step.path == 0 for name, step in done.items()}
+    groups = reused["ragged"].reshape(2, 2, 2)
+    assert np.any(groups.any(-1) & ~groups.all(-1)), "one group, several paths"
+    k, c, w = 16, 4, 5
+    support = done["twin_keys"].support[~reused["twin_keys"]]
+    cut = [row for row in support if row[-1] >= 0 and sum(row % 2 == 0) > sum(row % 2)]
+    assert cut, "a tie at the K-th score"
+    same, disjoint = (done[f"{kind}_supports"].unique.max() for kind in ("same", "disjoint"))
+    assert same <= k + w < disjoint
+    empty = done["empty_supports"].unique[reused["empty_supports"]]
+    np.testing.assert_array_equal(empty, w)
+    everything = done["window_covers_all"].unique[reused["window_covers_all"]]
+    assert set(everything) <= {30, 23}
+    assert not reused["bad_queries"][0, :2].any()
+    assert (done["bad_queries"].support[0, 1] == -1).all()
+    assert np.isnan(done["bad_values"].out).any()
+    assert np.isfinite(done["bad_values"].out).any()
+    newest = (specs.spec("recall", "same_queries").args[2] - 1) % c
+    slots = run(specs.spec("recall", "same_queries"), "reference").slots
+    np.testing.assert_array_equal(slots[..., 0], np.broadcast_to(newest[:, None], (2, 4)))
 
 
 def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
