@@ -162,6 +162,12 @@ def fidelity_of(sums: np.ndarray, groups: np.ndarray) -> dict[str, Any]:
     }
 
 
+def draw_all(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Pictures of all rows, beside their result file."""
+    for row in rows:
+        draw(path, row)
+
+
 def draw(path: Path, row: dict[str, Any]) -> list[str]:
     """Pictures of a row, beside its result file; returns their names."""
     stem = f"{path.stem}_{row['label'].replace(' ', '_').replace(':', '_')}_{row['length']}"

@@ -1,4 +1,7 @@
-"""One page, in HTML and in Markdown, from all results in a directory."""
+"""One page, in HTML and in Markdown, from all results in a directory.
+
+Pictures that do not lie beside their results are drawn again, into --out.
+"""
 
 import argparse
 import base64
@@ -6,14 +9,25 @@ import html
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fidelity, long_horizon, niah, sensitivity
 from benchmarks.evidence.report_tables import Section, sections
 from benchmarks.results_file import prepare_directory
 from retopk_jax.cli_files import write_text
 from retopk_jax.errors import ConfigError
+
+Drawer = Callable[[Path, Sequence[dict[str, Any]]], object]
+
+DRAWERS: dict[str, Drawer] = {
+    "niah": niah.draw,
+    "fidelity": fidelity.draw_all,
+    "sensitivity": sensitivity.draw_all,
+    "long_horizon": long_horizon.draw,
+}
+"""Draws the pictures of a result's rows beside the file named."""
 
 TITLE = "What approximate attention costs: measured"
 
@@ -43,8 +57,12 @@ def main(argv: Sequence[str]) -> None:
     found = sections([result for _, result in results])
     if not found:
         raise ConfigError(f"--results {args.results}: holds no results of experiments")
-    write_text(out / "report.html", as_html(found, results, args.results))
-    write_text(out / "report.md", as_markdown(found, results, args.results, out))
+    for name, result in results:
+        if any(not (args.results / picture).is_file() for picture in pictures(result)):
+            DRAWERS[result["benchmark"]](out / name, result["rows"])
+    places = (args.results, out)
+    write_text(out / "report.html", as_html(found, results, places))
+    write_text(out / "report.md", as_markdown(found, results, places, out))
     print(f"{len(results)} results. Written to {out}: report.html, report.md")
 
 
@@ -64,20 +82,26 @@ def read_results(directory: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def images_of(section: Section, directory: Path) -> list[Path]:
-    """Pictures of a section that are there; the others are said."""
-    found = []
-    for name in section.images:
-        path = directory / name
-        if path.is_file():
-            found.append(path)
-        else:
-            print(f"{section.heading}: picture {name} is missing", file=sys.stderr)
-    return found
+def pictures(result: dict[str, Any]) -> list[str]:
+    """Names of a result's pictures."""
+    return [
+        *result.get("plots", ()),
+        *(name for row in result.get("rows", ()) for name in row.get("plots", ())),
+    ]
+
+
+def images_of(section: Section, places: Sequence[Path]) -> list[Path]:
+    """Pictures of a section, each from the first place that has it."""
+    return [
+        next(place / name for place in places if (place / name).is_file())
+        for name in section.images
+    ]
 
 
 def as_html(
-    found: Sequence[Section], results: Sequence[tuple[str, dict[str, Any]]], directory: Path
+    found: Sequence[Section],
+    results: Sequence[tuple[str, dict[str, Any]]],
+    places: Sequence[Path],
 ) -> str:
     """The page, whole in one file."""
     parts = [
@@ -103,7 +127,7 @@ def as_html(
         if section.remarks:
             items = "".join(f"<li>{html.escape(remark)}</li>" for remark in section.remarks)
             parts.append(f"<ul>{items}</ul>")
-        for path in images_of(section, directory):
+        for path in images_of(section, places):
             data = base64.b64encode(path.read_bytes()).decode("ascii")
             alt = html.escape(path.stem.replace("_", " "))
             parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
@@ -118,7 +142,7 @@ def as_html(
 def as_markdown(
     found: Sequence[Section],
     results: Sequence[tuple[str, dict[str, Any]]],
-    directory: Path,
+    places: Sequence[Path],
     out: Path,
 ) -> str:
     """The same as Markdown; pictures are linked where they lie."""
@@ -133,7 +157,7 @@ def as_markdown(
             lines.append("")
         lines += [f"- {remark}" for remark in section.remarks]
         lines += [""] if section.remarks else []
-        for path in images_of(section, directory):
+        for path in images_of(section, places):
             link = Path(os.path.relpath(path, out)).as_posix()
             lines += [f"![{path.stem.replace('_', ' ')}](<{link}>)", ""]
     lines += ["## Machines and commits", "", "| result | commit | device | date |"]

@@ -69,13 +69,10 @@ def main(argv: Sequence[str]) -> None:
         row["setting"], _, value = change.partition("=")
         row["value"] = float(value) if value else None
     path = result_path(args, "sensitivity")
-    for length in plan.lengths:
-        for budget in args.budgets:
-            name = f"{path.stem}_{length}_K{budget}.png"
-            draw(path.with_name(name), rows, length, budget)
-            for row in rows:
-                if row["length"] == length and row["budget"] == budget and row["setting"]:
-                    row["plots"] = [name]
+    for row in rows:
+        if row["setting"] and row["budget"] in args.budgets:
+            row["plots"] = [picture(path, row["length"], row["budget"]).name]
+    draw_all(path, rows)
     write_results(path, "sensitivity", scene.settings, rows, item_commits=store.commits())
     table = Table(
         "length",
@@ -133,6 +130,19 @@ def setting_variants(
                             changed = base.changed(f"{method} | {setting}={value}", {field: value})
                         found[changed.label] = changed
     return list(found.values())
+
+
+def picture(path: Path, length: int, budget: int) -> Path:
+    """Where the picture of a length and a budget lies, beside its result file."""
+    return path.with_name(f"{path.stem}_{length}_K{budget}.png")
+
+
+def draw_all(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A picture for every length and budget whose default was scored."""
+    for row in rows:
+        if row["setting"] == "default":
+            length, budget = row["length"], row["budget"]
+            draw(picture(path, length, budget), rows, length, budget)
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]], length: int, budget: int) -> None:

@@ -126,7 +126,7 @@ def heat_grid(
     across = min(4, len(panels))
     down = -(-len(panels) // across)
     size = (1.2 + across * (0.9 + 0.5 * len(columns)), 1.0 + down * (1.0 + 0.36 * len(rows)))
-    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.set_visible(False)
     for axis, (name, values) in zip(axes.flat, panels.items(), strict=False):
@@ -145,5 +145,4 @@ def heat_grid(
         axis.set_xlabel(x)
         axis.set_ylabel(y)
     figure.suptitle(title)
-    figure.tight_layout()
     save(figure, path)

@@ -276,6 +276,16 @@ def test_markdown_links_to_pictures_that_are_there(out):
     assert "commit" in text
 
 
+def test_pictures_that_are_missing_are_drawn_from_the_results(out, tmp_path):
+    for name in ("niah", "fidelity", "sensitivity", "long_horizon"):
+        shutil.copy(out / f"{name}.json", tmp_path)
+    report.main(["--results", str(tmp_path), "--out", str(tmp_path / "page")])
+    page = Page()
+    page.feed((tmp_path / "page" / "report.html").read_text(encoding="utf-8"))
+    assert len(page.images) >= 7
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_a_directory_without_results_is_refused(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds no results"):
