@@ -181,7 +181,7 @@ def _score_batch(
     given = jnp.asarray(padded[:, split:], jnp.int32)
     for variant in missing:
         key = store.key(what, variant.label)
-        item = store.load(key)  # there by now, if another label stands for the same method
+        item: dict[str, Any] | None = store.load(key)  # another label of the method may have it
         if item is None:
             run = functools.partial(_run, model, variant, programs, given)
             nll, state, seconds, context = run(context)
