@@ -146,7 +146,8 @@ def step_logits(
     """One decode step: appends one token a row and returns the logits of the next.
 
     A pure function for callers with a jit of their own; `decode_step` is the compiled one. A row
-    that has ended, or has no slot left, writes nothing.
+    that has ended, or has no slot left, writes nothing. Layers of a cache with fewer arrays than
+    layers take them in turn: no model's decode, but its time where all would not fit.
 
     Args:
         decoder: the model's functions.
@@ -167,12 +168,13 @@ def step_logits(
     reports: list[Report] = []
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        at = layer % len(keys)
         with jax.named_scope("append"):
-            keys[layer] = append_token(keys[layer], k[:, 0], slot)
-            values[layer] = append_token(values[layer], v[:, 0], slot)
+            keys[at] = append_token(keys[at], k[:, 0], slot)
+            values[at] = append_token(values[at], v[:, 0], slot)
         with jax.named_scope("attention"):
             out, new, report = attend_layer(
-                method, layer, state.layers[layer], q[:, 0], keys[layer], values[layer], step
+                method, layer, state.layers[layer], q[:, 0], keys[at], values[at], step
             )
         layers.append(new)
         reports.append(report)

@@ -61,11 +61,13 @@ class Prefilled:
         context: the prompts, read.
         seconds: wall time of reading, without compilation.
         compile_seconds: wall time of compilation.
+        temporary_bytes: what reading took beside weights and context, at most.
     """
 
     context: Context
     seconds: float
     compile_seconds: float
+    temporary_bytes: int
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "whole"), donate_argnames=("context",))
@@ -314,7 +316,7 @@ def _read(
     progress: Callable[[int, int], None] | None,
 ) -> Prefilled:
     """Reads prompts after ``before`` tokens of every row; the context is donated."""
-    total, done, compiling = sum(len(prompt) for prompt in prompts), 0, 0.0
+    total, done, compiling, temporaries = sum(len(prompt) for prompt in prompts), 0, 0.0, 0
     began = time.perf_counter()
     for row, (known, prompt) in enumerate(zip(before, prompts, strict=True)):
         chunk = _bucket(len(prompt)) if whole else CHUNK
@@ -326,10 +328,12 @@ def _read(
             args = (model.params, context, jnp.asarray(piece), *map(jnp.int32, numbers))
             run, seconds = program(read_chunk, *args, decoder=model.decoder, whole=whole)
             compiling += seconds
+            memory = run.memory_analysis()
+            temporaries = max(temporaries, memory.temp_size_in_bytes if memory else 0)
             context = run(*args)
             done += valid
             if progress is not None:
                 jax.block_until_ready(context.logits)
                 progress(done, total)
     jax.block_until_ready(context.logits)
-    return Prefilled(context, time.perf_counter() - began - compiling, compiling)
+    return Prefilled(context, time.perf_counter() - began - compiling, compiling, temporaries)

@@ -1,12 +1,13 @@
 """Ahead-of-time compilation with its time kept apart from the time of running."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
-_COMPILED: dict[Hashable, Callable[..., Any]] = {}
+_COMPILED: dict[Hashable, Compiled] = {}
 
 
 def _signature(leaf: Any) -> Hashable:
@@ -15,7 +16,7 @@ def _signature(leaf: Any) -> Hashable:
     return type(leaf)
 
 
-def program(function: Any, *args: Any, **static: Hashable) -> tuple[Callable[..., Any], float]:
+def program(function: Any, *args: Any, **static: Hashable) -> tuple[Compiled, float]:
     """Compiles a jitted function for these arguments, once per shapes, dtypes and shardings.
 
     Args:

@@ -1,0 +1,273 @@
+"""Decode steps of a whole model over keys, values and recall caches that nobody has read."""
+
+import functools
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.kernel_workload import REUSE_ALWAYS, SCAN_ALWAYS
+from models import TransformerDecoder
+from retopk_jax.attention import AttentionMethod, Report, ReTopK, Step
+from retopk_jax.attention.retopk import ReTopKState
+from retopk_jax.decode import DecodeState, Usage, step_logits
+from retopk_jax.kv_cache import KVCache
+from retopk_jax.language_model import Geometry, Params
+from retopk_jax.recall_cache import RecallCache
+
+SLAB = 2**16
+"""Tokens of a cache that are drawn at once."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Forced(AttentionMethod):
+    """ReTopK whose heads take given paths.
+
+    Attributes:
+        inner: the method; its tau is not used.
+        scans: bool ``[T, layers, H]``, heads that scan at step t % T; the others reuse.
+    """
+
+    inner: ReTopK
+    scans: jax.Array
+
+    name: ClassVar[str] = "retopk"
+
+    def attend(
+        self,
+        layer: int | jax.Array,
+        state: ReTopKState,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        step: Step,
+    ) -> tuple[jax.Array, ReTopKState, Report]:
+        """See `AttentionMethod.attend`."""
+        scans = self.scans[step.index[0] % self.scans.shape[0], layer]
+        tau = jnp.where(scans, SCAN_ALWAYS, REUSE_ALWAYS).astype(jnp.float32)
+        inner = replace(self.inner, tau=tau, refresh=0)
+        return inner.attend(layer, state, q, keys, values, step)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NoAttention(AttentionMethod):
+    """The queries for output: what is left of a step is everything but attention."""
+
+    name: ClassVar[str] = "none"
+
+    def attend(
+        self,
+        layer: int | jax.Array,
+        state: tuple[()],
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        step: Step,
+    ) -> tuple[jax.Array, tuple[()], Report]:
+        """See `AttentionMethod.attend`."""
+        return q, (), Report()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A synthetic context.
+
+    Attributes:
+        length: slots of the cache; what steps write comes out of them.
+        steps: that will be written in all.
+        buffers: arrays of keys, and of values, that there are; fewer than layers are shared by
+            them in turn.
+    """
+
+    length: int
+    steps: int
+    buffers: int
+
+    @property
+    def start(self) -> int:
+        """Valid tokens before the first step."""
+        return self.length - self.steps
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def draw(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers ``[B, G, S, D]``, so many slots at a time that temporaries stay small."""
+    slab = min(SLAB, shape[2])
+
+    def fill(i: jax.Array, out: jax.Array) -> jax.Array:
+        part = (*shape[:2], slab, shape[3])
+        new = jax.random.normal(jax.random.fold_in(key, i), part, dtype)
+        return lax.dynamic_update_slice_in_dim(out, new, i * slab, axis=2)
+
+    return lax.fori_loop(0, -(-shape[2] // slab), fill, jnp.zeros(shape, dtype))
+
+
+def cache_of(geometry: Geometry, sizes: Sizes, dtype: Any) -> KVCache:
+    """Random keys and values of one row."""
+    shape = (1, geometry.num_kv_heads, sizes.length, geometry.head_dim)
+    keys = jax.random.split(jax.random.key(0), 2 * sizes.buffers)
+    arrays = [draw(key, shape=shape, dtype=dtype) for key in keys]
+    lengths = jnp.full((1,), sizes.start, jnp.int32)
+    return KVCache(tuple(arrays[: sizes.buffers]), tuple(arrays[sizes.buffers :]), lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("geometry", "method", "start", "dtype"))
+def ring_of(
+    key: jax.Array, *, geometry: Geometry, method: tuple[int, int], start: int, dtype: Any
+) -> ReTopKState:
+    """A full ring of C entries of K tokens, no token in two of them: R·K + W candidates."""
+    budget, capacity = method
+    heads, dim = geometry.num_heads, geometry.head_dim
+    stride = max(start // budget, 1)
+    own = max(stride // capacity, 1)
+    first, second = jax.random.split(key)
+    queries = jax.random.normal(first, (1, heads, capacity, dim), jnp.float32)
+    queries /= jnp.linalg.norm(queries, axis=-1, keepdims=True)
+    place = jnp.arange(budget, dtype=jnp.int32)[None, None, None] * stride
+    entry = jnp.arange(capacity, dtype=jnp.int32)[None, None, :, None] * own
+    offset = jax.random.randint(second, (1, heads, capacity, budget), 0, own)
+    supports = place + (entry + offset) % stride
+    supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
+    return ReTopKState(
+        RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32)),
+        jnp.zeros((1, heads, 3), jnp.int32),
+        jnp.zeros((1, heads), jnp.int32),
+    )
+
+
+def state_of(
+    decoder: TransformerDecoder, method: AttentionMethod, cache: KVCache, start: int
+) -> DecodeState:
+    """The state in which a method goes on from a synthetic context."""
+    geometry = decoder.geometry
+    layers: list[Any] = [()] * geometry.num_layers
+    if isinstance(method, Forced):
+        sizes = (method.inner.budget, method.inner.capacity)
+        layers = [
+            ring_of(key, geometry=geometry, method=sizes, start=start, dtype=decoder.dtype)
+            for key in jax.random.split(jax.random.key(1), geometry.num_layers)
+        ]
+    return DecodeState(
+        replace(cache, lengths=jnp.full((1,), start, jnp.int32)),
+        tuple(layers),
+        jnp.zeros(1, jnp.int32),
+        jnp.ones(1, jnp.bool_),
+        Usage(*(jnp.zeros(1, jnp.float32) for _ in range(3))),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("decoder", "steps"), donate_argnames=("state", "tokens")
+)
+def decode_steps(
+    method: AttentionMethod,
+    params: Params,
+    state: DecodeState,
+    tokens: jax.Array,
+    *,
+    decoder: TransformerDecoder,
+    steps: int,
+) -> tuple[DecodeState, jax.Array]:
+    """Greedy decode steps, each fed what the one before it chose."""
+
+    def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+        state, tokens = carry
+        logits, state, _ = step_logits(decoder, method, params, state, tokens)
+        return state, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    return lax.fori_loop(0, steps, body, (state, tokens))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Device time of decode steps.
+
+    Attributes:
+        milliseconds: a step, median of the calls.
+        spread: largest less smallest of the calls, relative to the median.
+        candidates: unique candidates of a reuse; None where nothing reuses.
+    """
+
+    milliseconds: float
+    spread: float
+    candidates: float | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Decode steps of one method and size, compiled.
+
+    Attributes:
+        run: takes the method, weights, state and tokens.
+        decoder: the model.
+        method: with which it was compiled; another one's numbers will do.
+        sizes: of the context.
+        calls: timed calls, after one that warms up.
+        steps: of a call.
+    """
+
+    run: Any = field(repr=False)
+    decoder: TransformerDecoder
+    method: AttentionMethod
+    sizes: Sizes
+    calls: int
+    steps: int
+
+    def time(
+        self, method: AttentionMethod, params: Params, cache: KVCache
+    ) -> tuple[Timing, KVCache]:
+        """Times the steps; the cache is donated, and comes back."""
+        state = state_of(self.decoder, method, cache, self.sizes.start)
+        tokens, taken = jnp.zeros(1, jnp.int32), []
+        for _ in range(self.calls + 1):
+            jax.block_until_ready((state, tokens))
+            began = time.perf_counter()
+            state, tokens = self.run(method, params, state, tokens)
+            jax.block_until_ready(tokens)
+            taken.append((time.perf_counter() - began) / self.steps * 1e3)
+        middle = statistics.median(taken[1:])
+        candidates = None
+        if isinstance(method, Forced):
+            reused = sum(float(jnp.sum(layer.paths[..., 0])) for layer in state.layers)
+            unique = sum(float(jnp.sum(layer.candidates)) for layer in state.layers)
+            candidates = unique / reused if reused else None
+        spread = (max(taken[1:]) - min(taken[1:])) / middle
+        return Timing(middle, spread, candidates), state.cache
+
+
+def compile_steps(
+    decoder: TransformerDecoder,
+    method: AttentionMethod,
+    params: Params,
+    sizes: Sizes,
+    *,
+    calls: int,
+) -> Program:
+    """Compiles the decode steps of a method from shapes alone; the weights may be shapes too."""
+    steps = sizes.steps // (calls + 1)
+
+    def state() -> DecodeState:
+        shape = (1, decoder.geometry.num_kv_heads, sizes.length, decoder.geometry.head_dim)
+        arrays = tuple(jnp.zeros(shape, decoder.dtype) for _ in range(sizes.buffers))
+        cache = KVCache(arrays, arrays, jnp.zeros(1, jnp.int32))
+        return state_of(decoder, method, cache, sizes.start)
+
+    lowered = decode_steps.lower(
+        method,
+        jax.tree.map(_shape, params),
+        jax.eval_shape(state),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        decoder=decoder,
+        steps=steps,
+    )
+    return Program(lowered.compile(), decoder, method, sizes, calls, steps)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
