@@ -5,11 +5,20 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.packed import unpacked
+
 
 def platform() -> str:
     """Platform that a function traced now is for: the abstract device's, else the default's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
+
+
+def _taking_arrays(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that is given arrays for packed rows, unless it is the TPU's."""
+    if name == "mosaic_tpu":
+        return run
+    return lambda *args, **kwargs: run(*map(unpacked, args), **kwargs)
 
 
 def dispatch(
@@ -30,6 +39,7 @@ def dispatch(
     Raises:
         ValueError: ``implementation`` is not the name of one.
     """
+    implementations = {name: _taking_arrays(name, run) for name, run in implementations.items()}
     if implementation is not None:
         if implementation not in implementations:
             raise ValueError(

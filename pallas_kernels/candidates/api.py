@@ -4,12 +4,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.candidates import reference, triton
+from pallas_kernels.candidates import mosaic_tpu, reference, triton
 from pallas_kernels.candidates.types import Candidates
 from pallas_kernels.dispatch import dispatch
 
-_IMPLEMENTATIONS = {"reference": reference.candidates, "triton": triton.candidates}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.candidates,
+    "triton": triton.candidates,
+    "mosaic_tpu": mosaic_tpu.candidates,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def candidates(

@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.exact_support import reference, triton
+from pallas_kernels.exact_support import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.exact_support, "triton": triton.exact_support}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.exact_support,
+    "triton": triton.exact_support,
+    "mosaic_tpu": mosaic_tpu.exact_support,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def exact_support(

@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_supports import reference, triton
+from pallas_kernels.prefill_supports import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.prefill_supports, "triton": triton.prefill_supports}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.prefill_supports,
+    "triton": triton.prefill_supports,
+    "mosaic_tpu": mosaic_tpu.prefill_supports,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def prefill_supports(

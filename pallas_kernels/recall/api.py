@@ -5,11 +5,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.recall import reference, triton
+from pallas_kernels.recall import mosaic_tpu, reference, triton
 from pallas_kernels.recall.types import Recalled
 
-_IMPLEMENTATIONS = {"reference": reference.recall, "triton": triton.recall}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.recall,
+    "triton": triton.recall,
+    "mosaic_tpu": mosaic_tpu.recall,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def recall(

@@ -5,11 +5,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.retopk_step import reference, triton
+from pallas_kernels.retopk_step import mosaic_tpu, reference, triton
 from pallas_kernels.retopk_step.types import Remembered, ReTopKStep
 
-_IMPLEMENTATIONS = {"reference": reference.retopk_step, "triton": triton.retopk_step}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.retopk_step,
+    "triton": triton.retopk_step,
+    "mosaic_tpu": mosaic_tpu.retopk_step,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def retopk_step(

@@ -33,7 +33,7 @@ def retopk_step(
     by_recency: bool,
 ) -> ReTopKStep:
     """See `pallas_kernels.retopk_step.retopk_step`."""
-    queries, supports, pushed, paths, candidate_total = remembered
+    queries, supports, pushed = remembered[:3]
     capacity, budget = supports.shape[2:]
     found = recall(q, queries, pushed, entries=entries)
     similar = (found.rho_max >= tau) & (found.rho_max > -jnp.inf)
@@ -49,25 +49,48 @@ def retopk_step(
     scores = jnp.where(wanted[..., None], exact_scores, scores)
     support = jnp.where(counted[..., None], support, PAD)
     scores = jnp.where(counted[..., None], scores, -jnp.inf)
-    # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
-    qbar, support = jax.lax.optimization_barrier((found.qbar, support))
-    rows = jnp.arange(pushed.shape[0])
-    slot = jnp.where(active, pushed % capacity, capacity)  # capacity: dropped
     unique = jnp.where((path == REUSE) & counted, scored.unique, 0)
-    taken = (path[..., None] == jnp.arange(3)[None, None]) & counted[..., None]
     return ReTopKStep(
         sparse_attend(values, support, scores),
-        Remembered(
-            queries.at[rows, :, slot].set(qbar.astype(queries.dtype), mode="drop"),
-            supports.at[rows, :, slot].set(support, mode="drop"),
-            pushed + active.astype(jnp.int32),
-            paths + taken.astype(jnp.int32),
-            candidate_total + unique,
-        ),
+        push(remembered, found.qbar, support, path, unique, active),
         support,
         path,
         found.rho_max,
         unique,
+    )
+
+
+def push(
+    remembered: Remembered,
+    qbar: jax.Array,
+    support: jax.Array,
+    path: jax.Array,
+    unique: jax.Array,
+    active: jax.Array,
+) -> Remembered:
+    """What is remembered after a step; of rows that are not active, what was.
+
+    Args:
+        remembered: before the step.
+        qbar: float32 ``[B, H, D]``.
+        support: int32 ``[B, H, K]``.
+        path: int32 ``[B, H]``.
+        unique: int32 ``[B, H]``, unique candidates of a head that reuses; 0 of another.
+        active: bool ``[B]``.
+    """
+    queries, supports, pushed, paths, candidate_total = remembered
+    capacity = queries.shape[2]
+    # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
+    qbar, support = jax.lax.optimization_barrier((qbar, support))
+    rows = jnp.arange(pushed.shape[0])
+    slot = jnp.where(active, pushed % capacity, capacity)  # capacity: dropped
+    taken = (path[..., None] == jnp.arange(3)[None, None]) & active[:, None, None]
+    return Remembered(
+        queries.at[rows, :, slot].set(qbar.astype(queries.dtype), mode="drop"),
+        supports.at[rows, :, slot].set(support, mode="drop"),
+        pushed + active.astype(jnp.int32),
+        paths + taken.astype(jnp.int32),
+        candidate_total + unique,
     )
 
 

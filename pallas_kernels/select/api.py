@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.select import reference, triton
+from pallas_kernels.select import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.select, "triton": triton.select}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.select,
+    "triton": triton.select,
+    "mosaic_tpu": mosaic_tpu.select,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def select(

@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.sparse_attend import reference, triton
+from pallas_kernels.sparse_attend import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.sparse_attend, "triton": triton.sparse_attend}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.sparse_attend,
+    "triton": triton.sparse_attend,
+    "mosaic_tpu": mosaic_tpu.sparse_attend,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def sparse_attend(

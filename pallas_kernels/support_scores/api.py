@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.support_scores import reference, triton
+from pallas_kernels.support_scores import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.support_scores, "triton": triton.support_scores}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.support_scores,
+    "triton": triton.support_scores,
+    "mosaic_tpu": mosaic_tpu.support_scores,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def support_scores(

@@ -5,10 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.top_k import reference, triton
+from pallas_kernels.top_k import mosaic_tpu, reference, triton
 
-_IMPLEMENTATIONS = {"reference": reference.top_k, "triton": triton.top_k}
-_PREFERENCE = {"gpu": ("triton",)}
+_IMPLEMENTATIONS = {
+    "reference": reference.top_k,
+    "triton": triton.top_k,
+    "mosaic_tpu": mosaic_tpu.top_k,
+}
+_PREFERENCE = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 def top_k(
