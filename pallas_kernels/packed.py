@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 KEY, VALUE = 0, 1
 
@@ -50,6 +51,10 @@ class PackedRows:
         """Of the rows."""
         return self.both.dtype
 
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """The rows in another dtype, as an array."""
+        return jnp.asarray(self).astype(dtype)
+
     def __jax_array__(self) -> jax.Array:
         return self.both[..., self.part, :]
 
@@ -66,6 +71,11 @@ def pack(keys: jax.Array, values: jax.Array) -> jax.Array:
 def rows_of(both: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values of a packed cache ``[B, G, S, 2, D]``, as the ops take them."""
     return cast(jax.Array, PackedRows(both, KEY)), cast(jax.Array, PackedRows(both, VALUE))
+
+
+def both_of(rows: Any) -> jax.Array | None:
+    """The packed cache ``[B, G, S, 2, D]`` behind keys or values; None where they are arrays."""
+    return rows.both if isinstance(rows, PackedRows) else None
 
 
 def unpacked(argument: Any) -> Any:

@@ -24,11 +24,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.packed import unpacked
 from retopk_jax.cli_files import write_json
 from retopk_jax.device_memory import check_memory
 from retopk_jax.errors import ConfigError, ContextError
 from retopk_jax.fingerprint import model_fingerprint
-from retopk_jax.kv_cache import KVCache
+from retopk_jax.kv_cache import KVCache, stored
 from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import Context, context_bytes, rounded_capacity
 
@@ -217,7 +218,7 @@ def load_context(
     # Orbax and TensorStore raise many kinds for damaged files.
     except Exception as error:
         raise ContextError(f"{path}: its arrays cannot be read: {error}") from error
-    cache = KVCache(tuple(tree["keys"]), tuple(tree["values"]), tree["lengths"])
+    cache = KVCache(*stored(tuple(tree["keys"]), tuple(tree["values"])), tree["lengths"])
     lengths = np.asarray(tree["lengths"])
     tokens = [row[:n].tolist() for row, n in zip(np.asarray(tree["tokens"]), lengths, strict=True)]
     context = Context(cache, tuple(tree["tail_queries"]), tree["logits"])
@@ -225,7 +226,7 @@ def load_context(
 
 
 def _first_slots(arrays: Sequence[jax.Array], slots: int) -> list[jax.Array]:
-    return [x if x.shape[2] == slots else x[:, :, :slots] for x in arrays]
+    return [unpacked(x) if x.shape[2] == slots else x[:, :, :slots] for x in arrays]
 
 
 def _settings(model: LanguageModel) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from retopk_jax.attention.base import AttentionMethod, LayerState, PathStatistics, Report, Step
 from retopk_jax.errors import CapacityError, ConfigError, PromptError
-from retopk_jax.kv_cache import KVCache, append_token
+from retopk_jax.kv_cache import KVCache, append_step
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill import Context
 from retopk_jax.sampling import Sampling, sample
@@ -170,8 +170,7 @@ def step_logits(
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         at = layer % len(keys)
         with jax.named_scope("append"):
-            keys[at] = append_token(keys[at], k[:, 0], slot)
-            values[at] = append_token(values[at], v[:, 0], slot)
+            keys[at], values[at] = append_step(keys[at], values[at], k[:, 0], v[:, 0], slot)
         with jax.named_scope("attention"):
             out, new, report = attend_layer(
                 method, layer, state.layers[layer], q[:, 0], keys[at], values[at], step

@@ -223,7 +223,7 @@ def generate(
     if context is None:
         cache = replace(state.cache, lengths=jnp.asarray(lengths))
         context = replace(read.context, cache=cache)
-    elif context.cache.keys[0].is_deleted():
+    elif jax.tree.leaves(context.cache)[0].is_deleted():
         context = context.in_cache_of(state.cache)
     return Generation(
         _completions(model, method, produced, state, lengths, eos, watcher),

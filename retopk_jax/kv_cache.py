@@ -1,18 +1,29 @@
-"""Preallocated key-value cache, one array a layer, written in place when donated."""
+"""Preallocated key-value cache, written in place when donated.
+
+On a TPU the key and the value of a token lie side by side, where one row copy reaches both. This
+module alone knows: the keys and values of such a cache are stand-ins for the arrays of any other.
+"""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.dispatch import platform
+from pallas_kernels.packed import PackedRows, both_of, pack, rows_of
 from retopk_jax.language_model import Geometry
 
+TPU_LANES = 128
 
-@jax.tree_util.register_dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of every token so far.
+
+    As a pytree, a layer is its two arrays, or the one that a packed layer's keys and values share.
 
     Attributes:
         keys: per layer ``[B, G, S, D]``, after positional encoding.
@@ -23,6 +34,22 @@ class KVCache:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     lengths: jax.Array
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], bool]:
+        """Arrays by name, and whether they are packed."""
+        packed = bool(self.keys) and isinstance(self.keys[0], PackedRows)
+        rows = {"both": tuple(map(both_of, self.keys))} if packed else vars(self)
+        named = {**rows, "lengths": self.lengths}
+        return tuple((jax.tree_util.GetAttrKey(name), x) for name, x in named.items()), packed
+
+    @classmethod
+    def tree_unflatten(cls, packed: bool, children: Any) -> Self:
+        """Inverse of `tree_flatten_with_keys`."""
+        if not packed:
+            return cls(*children)
+        both, lengths = children
+        layers = [rows_of(x) for x in both]
+        return cls(tuple(k for k, _ in layers), tuple(v for _, v in layers), lengths)
 
     @property
     def capacity(self) -> int:
@@ -40,26 +67,64 @@ class KVCache:
         return self.batch, self.capacity
 
 
+def packs() -> bool:
+    """Whether caches made now are packed."""
+    return platform() == "tpu"
+
+
+def stored(
+    keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Keys and values ``[B, G, S, D]`` of all layers as a cache made now holds them."""
+    if not packs():
+        return keys, values
+    layers = [rows_of(pack(k, v)) for k, v in zip(keys, values, strict=True)]
+    return tuple(k for k, _ in layers), tuple(v for _, v in layers)
+
+
 def kv_cache_bytes(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
-    """Bytes of keys and values of all layers."""
-    slots = batch * geometry.num_kv_heads * capacity * geometry.head_dim
+    """Bytes of keys and values of all layers; a TPU stores rows in whole lanes."""
+    dim = -(-geometry.head_dim // TPU_LANES) * TPU_LANES if packs() else geometry.head_dim
+    slots = batch * geometry.num_kv_heads * capacity * dim
     return 2 * geometry.num_layers * slots * jnp.dtype(dtype).itemsize
 
 
 def empty_kv_cache(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
     """A cache of zeros with no valid token."""
-    shape = (batch, geometry.num_kv_heads, capacity, geometry.head_dim)
-    zeros = [jnp.zeros(shape, dtype) for _ in range(2 * geometry.num_layers)]
-    layers = geometry.num_layers
-    return KVCache(tuple(zeros[:layers]), tuple(zeros[layers:]), jnp.zeros(batch, jnp.int32))
+    rows = (batch, geometry.num_kv_heads, capacity)
+    layers, lengths = geometry.num_layers, jnp.zeros(batch, jnp.int32)
+    if packs():
+        both = (*rows, 2, geometry.head_dim)
+        pairs = [rows_of(jnp.zeros(both, dtype)) for _ in range(layers)]
+        return KVCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), lengths)
+    zeros = [jnp.zeros((*rows, geometry.head_dim), dtype) for _ in range(2 * layers)]
+    return KVCache(tuple(zeros[:layers]), tuple(zeros[layers:]), lengths)
+
+
+def append_step(
+    keys: jax.Array, values: jax.Array, k: jax.Array, v: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the key and value of one token a row.
+
+    Args:
+        keys: ``[B, G, S, D]``.
+        values: ``[B, G, S, D]``.
+        k: ``[B, G, D]``.
+        v: ``[B, G, D]``.
+        slot: int32 ``[B]``; a slot outside ``0 … S − 1`` writes nothing.
+    """
+    both = both_of(keys)
+    if both is not None:
+        return rows_of(append_token(both, jnp.stack([k, v], axis=-2), slot))
+    return append_token(keys, k, slot), append_token(values, v, slot)
 
 
 def append_token(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
     """Writes one token a row.
 
     Args:
-        cache: ``[B, G, S, D]``.
-        new: ``[B, G, D]``.
+        cache: ``[B, G, S, ...]``.
+        new: ``[B, G, ...]``.
         slot: int32 ``[B]``; a slot outside ``0 … S − 1`` writes nothing.
     """
     rows = jnp.arange(cache.shape[0])
@@ -69,13 +134,29 @@ def append_token(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array
     return jax.lax.optimization_barrier(written)
 
 
-def append_chunk(cache: jax.Array, new: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes T tokens of one row.
+def append_chunk(
+    keys: jax.Array,
+    values: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    row: jax.Array,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the keys and values of T tokens of one row.
 
     Args:
-        cache: ``[B, G, S, D]``.
-        new: ``[T, G, D]``.
+        keys: ``[B, G, S, D]``.
+        values: ``[B, G, S, D]``.
+        k: ``[T, G, D]``.
+        v: ``[T, G, D]``.
         row: int32 scalar.
         slots: int32 ``[T]``; a slot outside ``0 … S − 1`` writes nothing.
     """
-    return cache.at[row, :, slots].set(new.astype(cache.dtype), mode="drop")
+
+    def write(cache: jax.Array, new: jax.Array) -> jax.Array:
+        return cache.at[row, :, slots].set(new.astype(cache.dtype), mode="drop")
+
+    both = both_of(keys)
+    if both is not None:
+        return rows_of(write(both, jnp.stack([k, v], axis=-2)))
+    return write(keys, k), write(values, v)

@@ -17,7 +17,7 @@ import numpy as np
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.device_memory import check_memory
 from retopk_jax.errors import CapacityError, PromptError
-from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_bytes
+from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_bytes, stored
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
 from retopk_jax.programs import program
@@ -91,8 +91,8 @@ def read_chunk(
     layers: list[tuple[jax.Array, jax.Array, jax.Array]] = []
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys = append_chunk(cache.keys[layer], k[0], row, slots)
-        values = append_chunk(cache.values[layer], v[0], row, slots)
+        own = cache.keys[layer], cache.values[layer]
+        keys, values = append_chunk(*own, k[0], v[0], row, slots)
         tail = context.tail_queries[layer]
         kept = tail.shape[1]
         both = jnp.concatenate([tail[row], q[0].astype(tail.dtype)], axis=0)
@@ -304,7 +304,8 @@ def _copy_cache(cache: KVCache, *, rows: int, slots: int) -> KVCache:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
         return jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:])))
 
-    return KVCache(tuple(map(copy, cache.keys)), tuple(map(copy, cache.values)), cache.lengths)
+    keys, values = tuple(map(copy, cache.keys)), tuple(map(copy, cache.values))
+    return KVCache(*stored(keys, values), cache.lengths)
 
 
 def _read(

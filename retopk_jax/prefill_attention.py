@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.packed import slots_between
+
 BLOCK = 1024
 """Keys read at a time; the scores of one chunk against one block are the largest temporary."""
 
@@ -38,10 +40,7 @@ def chunk_attention(
         best, total, out = carry  # [G, g * T], [G, g * T], [G, g * T, D]
         first = i * block
         offset = jnp.minimum(first, slots - block)
-        k, v = (
-            lax.dynamic_slice(x, (row, 0, offset, 0), (1, groups, block, dim))[0]
-            for x in (keys, values)
-        )
+        k, v = (slots_between(x, row, offset, block) for x in (keys, values))
         slot = offset + jnp.arange(block, dtype=jnp.int32)
         visible = (slot[None, :] >= first) & (slot[None, :] <= position[:, None])
         scores = jnp.einsum(
