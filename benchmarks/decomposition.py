@@ -12,6 +12,10 @@ import numpy as np
 
 from benchmarks.attention import SETTINGS, exact_attend, full_attend
 from benchmarks.kernel_workload import (
+    BUDGET,
+    DIM,
+    GROUPS,
+    HEADS,
     REUSE_ALWAYS,
     SCAN_ALWAYS,
     Layer,
@@ -20,6 +24,7 @@ from benchmarks.kernel_workload import (
     fused_step,
 )
 from benchmarks.timed_rows import Row, Table, options
+from benchmarks.timing import copy_bytes_per_microsecond
 from pallas_kernels.retopk_step import Remembered
 
 PARTS = {
@@ -75,6 +80,27 @@ def _method_runs(
     return lambda: [step(layer) for _ in range(4) for layer in layers]
 
 
+def floor_rows(kernel: str, length: int, taus: np.ndarray | None) -> float | None:
+    """Keys and values that a launch must read; None of a kernel that may read next to none.
+
+    Args:
+        kernel: its name.
+        length: tokens stored.
+        taus: `forced_paths` of ReTopK; None where all heads scan.
+    """
+    scans = np.ones((1, GROUPS), bool)
+    if taus is not None:
+        scans = (taus > REUSE_ALWAYS).reshape(-1, GROUPS, HEADS // GROUPS).any(-1)
+    everything = float(scans.mean()) * GROUPS * (length - 5)
+    kept = HEADS * BUDGET
+    return {
+        "exact_scan": everything,
+        "full_attention": 2 * everything,
+        "sparse_attend": kept,
+        "retopk_finish": kept,
+    }.get(kernel)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Stacked parts of every method over length; nothing without matplotlib."""
     try:
@@ -85,7 +111,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     parts = list(dict.fromkeys(row["part"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     figure, axes = pyplot.subplots(
-        1, len(methods), figsize=(2.4 * len(methods) + 2, 3.6), sharey=True, squeeze=False
+        1,
+        len(methods),
+        figsize=(2.4 * len(methods) + 2, 3.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, method in zip(axes[0], methods, strict=True):
         under = np.zeros(len(lengths))
@@ -99,8 +130,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             under += times
         axis.set_title(method, fontsize=9)
     axes[0, 0].set_ylabel("µs of kernels")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, loc="outside right center")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, loc="outside right center")
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
@@ -109,25 +141,38 @@ def main(argv: Sequence[str]) -> None:
     parser = options("decomposition", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
     args = parser.parse_args(argv)
-    settings = {**SETTINGS, "time": "median kernel time in a profile, launches left out"}
+    bandwidth = copy_bytes_per_microsecond()
+    settings = {
+        **SETTINGS,
+        "time": "median kernel time in a profile, launches left out",
+        "copy_bytes_per_microsecond": round(bandwidth),
+    }
     table = Table("decomposition", settings, args)
     for length in args.lengths:
         if table.closed:
             break
         layers, rings = build(length, 1)
-        paths = forced_paths(1, 16)
-        runs = {
-            "full": _method_runs(full_attend("triton"), layers),
-            "exact": _method_runs(exact_attend(None), layers),
-            "retopk, all reuse": _retopk_runs(layers, rings, np.full_like(paths[:1], REUSE_ALWAYS)),
-            "retopk, all scan": _retopk_runs(layers, rings, np.full_like(paths[:1], SCAN_ALWAYS)),
-            "retopk, mixture": _retopk_runs(layers, rings, paths),
+        mixture = forced_paths(1, 16)
+        reuse, scan = (np.full_like(mixture[:1], tau) for tau in (REUSE_ALWAYS, SCAN_ALWAYS))
+        paths = {
+            "full": None,
+            "exact": None,
+            "retopk, all reuse": reuse,
+            "retopk, all scan": scan,
+            "retopk, mixture": mixture,
         }
-        for method, run in runs.items():
+        attends = {"full": full_attend("triton"), "exact": exact_attend(None)}
+        for method, taus in paths.items():
             if not table.wants(method, ""):
                 continue
+            if taus is None:
+                run = _method_runs(attends[method], layers)
+            else:
+                run = _retopk_runs(layers, rings, taus)
             for kernel, microseconds in kernel_microseconds(run).items():
                 part = PARTS.get(kernel, kernel)
+                rows = floor_rows(kernel, length, taus)
+                floor = None if rows is None else round(rows * 2 * DIM / bandwidth, 2)
                 table.put(
                     {
                         "method": method,
@@ -136,7 +181,7 @@ def main(argv: Sequence[str]) -> None:
                         "length": length,
                         "batch": 1,
                         "microseconds": round(microseconds, 2),
-                        "floor_microseconds": None,
+                        "floor_microseconds": floor,
                     }
                 )
                 print(f"{method:18} {part:36} {length:8} {microseconds:8.2f} us", flush=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import attention, kernel_workload, stages
+from benchmarks import attention, decomposition, kernel_workload, stages
 
 SIZES = {
     "HEADS": 4,
@@ -18,7 +18,7 @@ SIZES = {
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the workload of the kernel benchmarks small, and the copy rate 1 TB/s."""
-    for module in (attention, kernel_workload, stages):
+    for module in (attention, decomposition, kernel_workload, stages):
         for name, value in SIZES.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
