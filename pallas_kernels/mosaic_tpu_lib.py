@@ -17,12 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import platform
 from pallas_kernels.numerics import PAD
-from pallas_kernels.packed import PackedRows
+from pallas_kernels.packed import LANES, PackedRows
 
 Array = jax.Array
 Ref = Any
 
-LANES = 128
 SUBLANES = 8
 NOTHING = -(2**31) + 0x7FFFFF
 """`order_key` of minus infinity; every finite score has a larger key."""
@@ -43,7 +42,9 @@ def check(condition: bool, what: str) -> None:
 
 
 def packed_cache(rows: Any, part: int) -> Array:
-    """The packed cache ``[B * G, S, 2, D]`` behind keys or values.
+    """The packed cache ``[B * G, S, 2, lanes]`` behind keys or values.
+
+    In the kernels, D is these lanes.
 
     Raises:
         NotImplementedError: they are not packed, or not in a dtype of the TPU.
@@ -409,6 +410,20 @@ def rows_scratch(heads: int, rows: int, dim: int, dtype: Any) -> list[Any]:
     return [pltpu.VMEM((heads * rows * LANES, 2, dim), dtype), pltpu.SemaphoreType.DMA(())]
 
 
+def grouped_queries(q: Array, cache: Array, *, heads: int | None = None) -> Array:
+    """Queries ``[B, H, D]`` by key-value head in whole lanes, float32 ``[BG, heads, lanes]``.
+
+    Args:
+        q: in the dtype of the cache.
+        cache: ``[BG, S, 2, lanes]``.
+        heads: rows of zeros are added up to this number; None for g.
+    """
+    check(q.dtype == cache.dtype, "queries in the dtype of the keys")
+    queries = q.reshape(cache.shape[0], -1, q.shape[2]).astype(jnp.float32)
+    more = (heads or queries.shape[1]) - queries.shape[1]
+    return jnp.pad(queries, ((0, 0), (0, more), (0, cache.shape[3] - q.shape[2])))
+
+
 def in_rows(values: Array, groups: int, fill: int) -> Array:
     """What every head has by slot, ``[B, H, N]``, as rows of 128 a group, ``[BG, g * rows, 128]``.
 
@@ -530,7 +545,6 @@ def attend_rows(
     end: Array,
     mask: Callable[[Array], Array],
     scores: Callable[[Array], Array],
-    dim: int,
 ) -> Array:
     """Softmax over the chosen slots of one head and the weighted sum of their values.
 
@@ -540,7 +554,6 @@ def attend_rows(
         end: int32 scalar, slots up to which there may be tokens.
         mask: chosen slots of a row of 128, bool ``[1, 128]``.
         scores: of the slots of a row, float32 ``[1, 128]``, finite where chosen.
-        dim: D.
 
     Returns:
         float32 ``[1, D]``; zeros if nothing is chosen.
@@ -568,7 +581,7 @@ def attend_rows(
         v = jnp.where(as_column(jnp.where(mask(i), 1.0, 0.0)) > 0.0, v, 0.0)
         return out + _weighted_sum(weights, v, rows.ref.dtype)
 
-    return lax.fori_loop(0, filled, add, jnp.zeros((1, dim), jnp.float32))
+    return lax.fori_loop(0, filled, add, jnp.zeros((1, rows.ref.shape[2]), jnp.float32))
 
 
 def _weighted_sum(weights: Array, values: Array, dtype: Any) -> Array:

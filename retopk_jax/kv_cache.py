@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import platform
-from pallas_kernels.packed import PackedRows, both_of, pack, rows_of
+from pallas_kernels.packed import PackedRows, both_of, pack, rows_of, whole_lanes
 from retopk_jax.language_model import Geometry
-
-TPU_LANES = 128
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -35,20 +33,22 @@ class KVCache:
     values: tuple[jax.Array, ...]
     lengths: jax.Array
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], bool]:
-        """Arrays by name, and whether they are packed."""
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], int | None]:
+        """Arrays by name, and D where they are packed."""
         packed = bool(self.keys) and isinstance(self.keys[0], PackedRows)
         rows = {"both": tuple(map(both_of, self.keys))} if packed else vars(self)
         named = {**rows, "lengths": self.lengths}
-        return tuple((jax.tree_util.GetAttrKey(name), x) for name, x in named.items()), packed
+        return tuple((jax.tree_util.GetAttrKey(name), x) for name, x in named.items()), (
+            self.keys[0].shape[3] if packed else None
+        )
 
     @classmethod
-    def tree_unflatten(cls, packed: bool, children: Any) -> Self:
+    def tree_unflatten(cls, dim: int | None, children: Any) -> Self:
         """Inverse of `tree_flatten_with_keys`."""
-        if not packed:
+        if dim is None:
             return cls(*children)
         both, lengths = children
-        layers = [rows_of(x) for x in both]
+        layers = [rows_of(x, dim) for x in both]
         return cls(tuple(k for k, _ in layers), tuple(v for _, v in layers), lengths)
 
     @property
@@ -78,13 +78,13 @@ def stored(
     """Keys and values ``[B, G, S, D]`` of all layers as a cache made now holds them."""
     if not packs():
         return keys, values
-    layers = [rows_of(pack(k, v)) for k, v in zip(keys, values, strict=True)]
+    layers = [rows_of(pack(k, v), k.shape[3]) for k, v in zip(keys, values, strict=True)]
     return tuple(k for k, _ in layers), tuple(v for _, v in layers)
 
 
 def kv_cache_bytes(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> int:
     """Bytes of keys and values of all layers; a TPU stores rows in whole lanes."""
-    dim = -(-geometry.head_dim // TPU_LANES) * TPU_LANES if packs() else geometry.head_dim
+    dim = whole_lanes(geometry.head_dim) if packs() else geometry.head_dim
     slots = batch * geometry.num_kv_heads * capacity * dim
     return 2 * geometry.num_layers * slots * jnp.dtype(dtype).itemsize
 
@@ -94,8 +94,9 @@ def empty_kv_cache(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLi
     rows = (batch, geometry.num_kv_heads, capacity)
     layers, lengths = geometry.num_layers, jnp.zeros(batch, jnp.int32)
     if packs():
-        both = (*rows, 2, geometry.head_dim)
-        pairs = [rows_of(jnp.zeros(both, dtype)) for _ in range(layers)]
+        dim = geometry.head_dim
+        both = (*rows, 2, whole_lanes(dim))
+        pairs = [rows_of(jnp.zeros(both, dtype), dim) for _ in range(layers)]
         return KVCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), lengths)
     zeros = [jnp.zeros((*rows, geometry.head_dim), dtype) for _ in range(2 * layers)]
     return KVCache(tuple(zeros[:layers]), tuple(zeros[layers:]), lengths)
@@ -115,7 +116,7 @@ def append_step(
     """
     both = both_of(keys)
     if both is not None:
-        return rows_of(append_token(both, jnp.stack([k, v], axis=-2), slot))
+        return rows_of(append_token(both, pack(k, v), slot), k.shape[-1])
     return append_token(keys, k, slot), append_token(values, v, slot)
 
 
@@ -158,5 +159,5 @@ def append_chunk(
 
     both = both_of(keys)
     if both is not None:
-        return rows_of(write(both, jnp.stack([k, v], axis=-2)))
+        return rows_of(write(both, pack(k, v)), k.shape[-1])
     return write(keys, k), write(values, v)

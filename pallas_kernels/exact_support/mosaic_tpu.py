@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     check,
     choose,
     dot_rows,
+    grouped_queries,
     key_rows,
     key_score,
     list_chosen,
@@ -47,9 +48,8 @@ def exact_support(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.exact_support.exact_support`."""
     cache = packed_cache(keys, KEY)
-    check(q.dtype == cache.dtype, "queries in the dtype of the keys")
     batch, heads, dim = q.shape
-    groups, stored = keys.shape[1:3]
+    groups, stored, lanes = *keys.shape[1:3], cache.shape[3]
     programs, each, rows = batch * groups, heads // groups, key_rows(stored)
     check(each <= SUBLANES, "up to 8 query heads a key-value head")
     check(each * rows * LANES * 4 <= _KEY_BYTES, "up to 10 Mi scores a key-value head")
@@ -99,13 +99,18 @@ def exact_support(
 
         def scan(i: Array, carry: None) -> None:
             copies(i, "wait")
-            dots = dot_rows(q_ref[0], tiles_ref[lax.rem(i, _TILES), :, 0, :])  # [8, tile]
-            token = i * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1)
-            scored = score_keys(dots, scale, token < length)
-            for row in range(tile_rows):
-                keys_ref[pl.ds(i * tile_rows + row, each, stride=rows), :] = scored[
-                    :each, row * LANES : (row + 1) * LANES
-                ]
+            place = lax.rem(i, _TILES)
+
+            def score(row: Array, carry: None) -> None:
+                start = pl.multiple_of(row * LANES, LANES)
+                dots = dot_rows(q_ref[0], tiles_ref[place, pl.ds(start, LANES), 0, :])  # [8, 128]
+                row += i * tile_rows
+                token = row * LANES + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+                scored = score_keys(dots, scale, token < length)
+                keys_ref[pl.ds(row, each, stride=rows), :] = scored[:each]
+                return carry
+
+            lax.fori_loop(0, tile_rows, score, None)
             copies(i + _TILES, "start")
             return carry
 
@@ -151,15 +156,14 @@ def exact_support(
         lax.fori_loop(0, each, write, None)
 
     scanned = jnp.any(wanted.reshape(batch, groups, each), axis=2)
-    queries = q.reshape(programs, each, dim).astype(jnp.float32)
     support, scores = call(
         kernel,
         name="exact_support",
         grid=programs,
-        inputs=[block(SUBLANES, dim), HBM],
+        inputs=[block(SUBLANES, lanes), HBM],
         outputs=[output(programs, each, padded, dtype=jnp.int32)] * 2,
         scratch=[
-            pltpu.VMEM((_TILES, tile, 2, dim), cache.dtype),
+            pltpu.VMEM((_TILES, tile, 2, lanes), cache.dtype),
             pltpu.VMEM((each * rows, LANES), jnp.int32),
             pltpu.VMEM((2, SUBLANES, LANES), jnp.int32),
             *list_scratch(rows, budget, 1),
@@ -169,7 +173,7 @@ def exact_support(
     )(
         jnp.where(scanned, lengths[:, None], 0).reshape(-1),
         wanted.reshape(-1).astype(jnp.int32),
-        jnp.pad(queries, ((0, 0), (0, SUBLANES - each), (0, 0))),
+        grouped_queries(q, cache, heads=SUBLANES),
         cache,
     )
     support = support.reshape(batch, heads, padded)[..., :budget]

@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     choose,
     ends_of,
     fetch_rows,
+    grouped_queries,
     in_rows,
     key_rows,
     key_score,
@@ -67,9 +68,8 @@ def rank_and_attend(
         Output ``[B, H, D]`` in the dtype of the cache, and support int32 ``[B, H, K]``.
     """
     cache = packed_cache(keys, KEY)
-    check(q.dtype == cache.dtype, "queries in the dtype of the keys")
     batch, heads, dim = q.shape
-    groups = keys.shape[1]
+    groups, lanes = keys.shape[1], cache.shape[3]
     programs, each, rows = batch * groups, heads // groups, key_rows(tokens.shape[2])
     padded = round_up(budget, LANES)
 
@@ -124,7 +124,6 @@ def rank_and_attend(
                 end_of(head),
                 mask,
                 lambda i: key_score(key_row(i)),
-                dim,
             )
             return carry
 
@@ -138,15 +137,15 @@ def rank_and_attend(
         inputs=[
             block(each * rows, LANES, memory=pltpu.SMEM),
             block(each * rows, LANES),
-            block(each, dim),
+            block(each, lanes),
             HBM,
         ],
         outputs=[
-            output(programs, each, dim, dtype=jnp.float32),
+            output(programs, each, lanes, dtype=jnp.float32),
             output(programs, each, padded, dtype=jnp.int32),
         ],
         scratch=[
-            *rows_scratch(each, rows, dim, cache.dtype),
+            *rows_scratch(each, rows, lanes, cache.dtype),
             pltpu.VMEM((each * rows, LANES), jnp.int32),
             pltpu.VMEM((2, each, LANES), jnp.int32),
             *list_scratch(rows, budget, 1),
@@ -156,11 +155,11 @@ def rank_and_attend(
         ends_of(tokens),
         laid_out,
         laid_out,
-        q.reshape(programs, each, dim).astype(jnp.float32),
+        grouped_queries(q, cache),
         cache,
     )
     return (
-        out.reshape(batch, heads, dim).astype(cache.dtype),
+        out[..., :dim].reshape(batch, heads, dim).astype(cache.dtype),
         support.reshape(batch, heads, padded)[..., :budget],
     )
 

@@ -32,7 +32,7 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
     """See `pallas_kernels.sparse_attend.sparse_attend`."""
     cache = packed_cache(values, VALUE)
     batch, heads, slots = support.shape
-    groups, dim = values.shape[1], values.shape[3]
+    groups, dim, lanes = values.shape[1], values.shape[3], cache.shape[3]
     programs, each, rows = batch * groups, heads // groups, key_rows(slots)
 
     def kernel(
@@ -57,7 +57,6 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
                 end_of(head),
                 lambda i: tokens_ref[0, pl.ds(head * rows + i, 1), :] >= 0,
                 lambda i: key_score(keys_ref[0, pl.ds(head * rows + i, 1), :]),
-                dim,
             )
             return carry
 
@@ -74,8 +73,8 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
             block(each * rows, LANES),
             HBM,
         ],
-        outputs=[output(programs, each, dim, dtype=jnp.float32)],
-        scratch=rows_scratch(each, rows, dim, cache.dtype),
+        outputs=[output(programs, each, lanes, dtype=jnp.float32)],
+        scratch=rows_scratch(each, rows, lanes, cache.dtype),
         scalars=1,
     )(ends_of(support), tokens, tokens, in_rows(order_key(scores), groups, 0), cache)
-    return out.reshape(batch, heads, dim).astype(values.dtype)
+    return out[..., :dim].reshape(batch, heads, dim).astype(values.dtype)

@@ -13,9 +13,9 @@ from pallas_kernels.mosaic_tpu_lib import (
     Rows,
     block,
     call,
-    check,
     ends_of,
     fetch_rows,
+    grouped_queries,
     in_rows,
     key_rows,
     key_score,
@@ -31,9 +31,8 @@ from pallas_kernels.packed import KEY
 def support_scores(q: jax.Array, keys: jax.Array, support: jax.Array) -> jax.Array:
     """See `pallas_kernels.support_scores.support_scores`."""
     cache = packed_cache(keys, KEY)
-    check(q.dtype == cache.dtype, "queries in the dtype of the keys")
     batch, heads, dim = q.shape
-    groups = keys.shape[1]
+    groups, lanes = keys.shape[1], cache.shape[3]
     programs, each, rows = batch * groups, heads // groups, key_rows(support.shape[2])
 
     def kernel(
@@ -60,17 +59,17 @@ def support_scores(q: jax.Array, keys: jax.Array, support: jax.Array) -> jax.Arr
         inputs=[
             block(each * rows, LANES, memory=pltpu.SMEM),
             block(each * rows, LANES),
-            block(each, dim),
+            block(each, lanes),
             HBM,
         ],
         outputs=[output(programs, each * rows, LANES, dtype=jnp.int32)],
-        scratch=rows_scratch(each, rows, dim, cache.dtype),
+        scratch=rows_scratch(each, rows, lanes, cache.dtype),
         scalars=1,
     )(
         ends_of(support),
         tokens,
         tokens,
-        q.reshape(programs, each, dim).astype(jnp.float32),
+        grouped_queries(q, cache),
         cache,
     )
     scored = out_of_rows(scored, heads, support.shape[2])

@@ -12,12 +12,13 @@ from retopk_jax.context_store import load_context, save_context
 from retopk_jax.generate import generate
 from retopk_jax.memory import memory_need
 from tests.retopk_jax.attention.test_usage import METHODS, PROMPTS, model, name_of
+from tests.retopk_jax.toy import toy_model
 
 __all__ = ["model"]
 
 STEPS = 5
 ONE_EACH = [
-    pytest.param(method, marks=[] if name in ("loki", "quest") else [pytest.mark.long])
+    pytest.param(method, marks=[] if name == "loki" else [pytest.mark.long])
     for name, method in {method.name: method for method in METHODS}.items()
 ]
 
@@ -40,8 +41,13 @@ def test_every_method_decodes_the_same(model, method, monkeypatch: pytest.Monkey
     assert tokens_of(model, method) == expected
 
 
-@pytest.mark.parametrize("method", [ReTopK(12, 4, 2, 2, 0.9, 3), ExactTopK(12)], ids=name_of)
-def test_generation_on_the_kernels(model, method, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [ReTopK(12, 4, 2, 2, 0.9, 3), pytest.param(ExactTopK(12), marks=pytest.mark.long)],
+    ids=name_of,
+)
+def test_generation_on_the_kernels(method, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy_model(layers=1)
     expected = tokens_of(model, method)
     monkeypatch.setattr(kv_cache, "packs", lambda: True)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
@@ -56,7 +62,7 @@ def test_a_layer_is_one_array(model, packing: None) -> None:
     geometry = model.decoder.geometry
     cache = kv_cache.empty_kv_cache(geometry, 2, 24, np.float32)
     leaves = jax.tree.leaves(cache)
-    shape = (2, geometry.num_kv_heads, 24, 2, geometry.head_dim)
+    shape = (2, geometry.num_kv_heads, 24, 2, 128)
     assert [leaf.shape for leaf in leaves] == [shape] * geometry.num_layers + [(2,)]
     again = jax.tree.map(lambda x: x, cache)
     assert again.keys[1].shape == again.values[1].shape == (*shape[:3], geometry.head_dim)
@@ -64,12 +70,11 @@ def test_a_layer_is_one_array(model, packing: None) -> None:
     assert names == [".both[0]", ".both[1]", ".lengths"]
 
 
-def test_rows_are_counted_in_whole_lanes(model, packing: None) -> None:
-    need = memory_need(
-        model.decoder.geometry, Full(), weights=0, batch=1, capacity=8, dtype=np.float32
-    )
+def test_whole_lanes_are_counted(model, packing: None) -> None:
     geometry = model.decoder.geometry
-    assert need.kv_cache == 2 * geometry.num_layers * geometry.num_kv_heads * 8 * 128 * 4
+    cache = kv_cache.empty_kv_cache(geometry, 1, 8, np.float32)
+    need = memory_need(geometry, Full(), weights=0, batch=1, capacity=8, dtype=np.float32)
+    assert need.kv_cache == sum(x.nbytes for x in jax.tree.leaves(cache)[:-1])
 
 
 def test_contexts_on_disk_are_those_of_any_machine(
