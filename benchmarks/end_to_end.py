@@ -1,6 +1,8 @@
 """Decode steps of whole models, random weights and caches: Full, Exact Top-K and ReTopK."""
 
+import argparse
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +27,22 @@ from benchmarks.synthetic_decode import (
 )
 from benchmarks.timed_rows import options
 from benchmarks.timing import copy_bytes_per_microsecond
-from models import CausalLM, ModelConfig, TransformerDecoder, parameter_bytes, random_model
+from models import (
+    CausalLM,
+    ModelConfig,
+    TransformerDecoder,
+    parameter_bytes,
+    random_model,
+    shard_model,
+)
+from models.sharding import shard_decoder
 from retopk_jax.attention import AttentionMethod, ExactTopK, Full, ReTopK
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.cli_files import write_text
 from retopk_jax.device_memory import free_bytes, human_bytes
-from retopk_jax.errors import CapacityError
+from retopk_jax.errors import CapacityError, ConfigError
 from retopk_jax.kv_cache import kv_cache_bytes
+from retopk_jax.sharding import DATA, SEQUENCE, TENSOR, check_sizes, parse_mesh
 
 Row = dict[str, Any]
 NAME = "end_to_end"
@@ -66,6 +77,8 @@ class Measurements:
     def put(self, row: Row) -> None:
         """Takes a row, and writes all with what follows from them."""
         self.rows.append(row)
+        if jax.process_index() != 0:
+            return
         rows = derive(self.rows)
         write_results(self._path, NAME, self._settings, rows, commit=self._commit)
         write_text(self._path.with_suffix(".md"), markdown(rows))
@@ -78,11 +91,20 @@ def derive(rows: Sequence[Row]) -> list[Row]:
     reuse + share of groups scanned x exact, each attention measured alone.
     """
     derived = []
-    for row in sorted(rows, key=lambda row: (row["model"], row["length"])):
-        of_model = [r for r in rows if r["model"] == row["model"]]
+    for row in sorted(rows, key=lambda row: (row["model"], row["mesh"], row["length"])):
+        of_model = [r for r in rows if (r["model"], r["mesh"]) == (row["model"], row["mesh"])]
+        alone = [
+            r["milliseconds"]
+            for r in rows
+            if (r["model"], r["mesh"], r["length"], r["part"])
+            == (row["model"], "", row["length"], row["part"])
+        ]
         beside = {r["part"]: r["milliseconds"] for r in of_model if r["length"] == row["length"]}
         beside |= {r["part"]: r["milliseconds"] for r in of_model if r["part"] == "none"}
         mine, more = row["milliseconds"], {}
+        if mine is not None and row["mesh"] and alone and alone[0]:
+            more["speedup_over_one_device"] = round(alone[0] / mine, 3)
+            more["efficiency"] = round(alone[0] / mine / row["devices"], 3)
         if mine is not None and row["part"] != "none":
             for other in ("exact", "full"):
                 if beside.get(other):
@@ -104,6 +126,7 @@ def markdown(rows: Sequence[Row]) -> str:
     """A table of the rows."""
     columns = {
         "model": "model",
+        "mesh": "mesh",
         "length": "context",
         "part": "method",
         "milliseconds": "ms a token",
@@ -112,6 +135,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "speedup_over_full": "over Full",
         "group_share": "groups scanned",
         "attention_over_predicted": "attention / predicted",
+        "efficiency": "efficiency",
         "kv_bytes": "KV",
         "recall_bytes": "recall cache",
         "kv_buffers": "buffers of layers",
@@ -151,17 +175,19 @@ def parts_of(
     }
 
 
-def buffers_for(config: ModelConfig, length: int, weights: int) -> int:
-    """Layers whose keys and values fit the device beside the weights.
+def buffers_for(decoder: TransformerDecoder, length: int) -> int:
+    """Layers whose keys and values fit the devices beside the weights.
 
     Raises:
         CapacityError: not even one does.
     """
-    device = jax.local_devices()[0]
+    config, device = decoder.config, jax.local_devices()[0]
     free = free_bytes(device)
     if free is None:
         return config.num_layers
-    layer = 4 * config.num_kv_heads * length * config.head_dim
+    tensor, sequence = _ways(decoder)
+    weights = parameter_bytes(config, decoder.dtype) // tensor
+    layer = 4 * config.num_kv_heads * length * config.head_dim // (tensor * sequence)
     fitting = int(free * SLACK - weights) // layer
     if fitting < 1:
         raise CapacityError(
@@ -169,6 +195,18 @@ def buffers_for(config: ModelConfig, length: int, weights: int) -> int:
             f"{human_bytes(weights)} of weights: {device.device_kind} has {human_bytes(free)} free"
         )
     return min(config.num_layers, fitting)
+
+
+def _ways(decoder: TransformerDecoder) -> tuple[int, int]:
+    """Devices over which heads and positions are sharded."""
+    mesh = decoder.mesh
+    return (1, 1) if mesh is None else (mesh.shape[TENSOR], mesh.shape[SEQUENCE])
+
+
+def _distribute(args: argparse.Namespace) -> None:
+    """Joins the processes of several hosts."""
+    if args.coordinator is not None:
+        jax.distributed.initialize(args.coordinator, args.processes, args.process)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -184,6 +222,15 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--steps", type=int, default=32, help="of a timed call (%(default)s)")
     parser.add_argument("--calls", type=int, default=3, help="timed; one warms up (%(default)s)")
+    parser.add_argument(
+        "--mesh", default="", help="shard over devices: tensor=N, sequence=N or tensor=N,sequence=M"
+    )
+    hosts = parser.add_argument_group(
+        "several hosts", "the same command on each, with its number; the first writes the results"
+    )
+    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
+    hosts.add_argument("--processes", type=int, metavar="N")
+    hosts.add_argument("--process", type=int, metavar="I", help="of this one, from 0")
     parser.add_argument("--pattern", type=Path, help="recorded scans, an .npz; see path_patterns")
     args = parser.parse_args(argv)
     for name in ("steps", "calls"):
@@ -191,11 +238,18 @@ def main(argv: Sequence[str]) -> None:
     written = args.steps * (args.calls + 1)
     for length in args.lengths:
         check_integer("--lengths", length, minimum=written + 1)
+    _distribute(args)
+    mesh = parse_mesh(args.mesh)
+    if mesh is not None and mesh.shape[DATA] > 1:
+        raise ConfigError(f"--mesh {args.mesh}: one row is not sharded by {DATA}")
     out, retopk, config = prepare_directory(args.out), ReTopK(), SHAPES[args.model]
     decoder = TransformerDecoder(config, jnp.dtype(jnp.bfloat16))
-    parts = parts_of(config, retopk, args.steps, args.pattern)
-    weights = parameter_bytes(config, decoder.dtype)
-    contexts = {n: Sizes(n, written, buffers_for(config, n, weights)) for n in args.lengths}
+    if mesh is not None:
+        decoder = shard_decoder(decoder, mesh)
+    parts = parts_of(decoder.config, retopk, args.steps, args.pattern)
+    for length in args.lengths:
+        check_sizes(1, length, mesh)
+    contexts = {n: Sizes(n, written, buffers_for(decoder, n)) for n in args.lengths}
     settings = {
         "budget": retopk.budget,
         "capacity": retopk.capacity,
@@ -216,7 +270,10 @@ def main(argv: Sequence[str]) -> None:
         if part in (args.only or parts)
         and (part != "none" or length == args.lengths[0])
         and not table.has(
-            model=args.model, part=part, **({} if part == "none" else {"length": length})
+            model=args.model,
+            mesh=args.mesh,
+            part=part,
+            **({} if part == "none" else {"length": length}),
         )
     ]
     if not wanted:
@@ -225,6 +282,8 @@ def main(argv: Sequence[str]) -> None:
     with ThreadPoolExecutor(max_workers=8) as pool:
         programs = _compiling(pool, decoder, parts, contexts, wanted, args.calls)
         model = random_model(config, dtype=decoder.dtype)
+        if mesh is not None:
+            model = shard_model(model, mesh)
         jax.block_until_ready(model.params)
         _wait(programs, end)
     bandwidth = copy_bytes_per_microsecond()
@@ -232,7 +291,8 @@ def main(argv: Sequence[str]) -> None:
     for length, sizes in contexts.items():
         rows = [part for at, part in wanted if at == length]
         if rows and time.monotonic() < end:
-            _measure(table, model, rows, parts, programs, sizes, bandwidth, args.model, end)
+            at = {"model": args.model, "mesh": args.mesh}
+            _measure(table, model, rows, parts, programs, sizes, bandwidth, at, end)
 
 
 def _compiling(
@@ -279,19 +339,21 @@ def _measure(
     programs: Mapping[tuple[int, type[AttentionMethod]], Future[Program]],
     sizes: Sizes,
     bandwidth: float,
-    name: str,
+    at: Row,
     end: float,
 ) -> None:
     """Adds the rows of one length."""
     config, decoder = model.config, model.decoder
-    cache = cache_of(decoder.geometry, sizes, decoder.dtype)
+    cache = cache_of(decoder.geometry, sizes, decoder.dtype, decoder.mesh)
+    name = " ".join(filter(None, at.values()))
     jax.block_until_ready(cache)
     for part in rows:
         if time.monotonic() > end:
             return
         method, pattern = parts[part]
         row: Row = {
-            "model": name,
+            **at,
+            "devices": math.prod(_ways(decoder)),
             "length": sizes.length,
             "method": method.name,
             "part": part,
@@ -314,7 +376,7 @@ def _measure(
             print(f"{name} {sizes.length:9,} {part:12} failed: {message}", flush=True)
             table.put({**row, "milliseconds": None, "error": message})
             if cache.keys[0].is_deleted():
-                cache = cache_of(decoder.geometry, sizes, decoder.dtype)
+                cache = cache_of(decoder.geometry, sizes, decoder.dtype, decoder.mesh)
             continue
         row |= {"milliseconds": round(timing.milliseconds, 4), "spread": round(timing.spread, 4)}
         if timing.candidates is not None:
@@ -340,10 +402,11 @@ def _floor(model: CausalLM, bandwidth: float, milliseconds: float) -> Row:
     config, weights = model.config, model.parameter_bytes
     embedding = config.vocab_size * config.hidden_size * model.decoder.dtype.itemsize
     read = weights if config.tied else weights - embedding
+    rate = bandwidth * 1e3 * _ways(model.decoder)[0]  # bytes a millisecond
     return {
         "weight_bytes": weights,
-        "floor_milliseconds": round(weights / bandwidth / 1e3, 4),
-        "floor_milliseconds_without_embedding": round(read / bandwidth / 1e3, 4),
-        "over_floor": round(milliseconds / (weights / bandwidth / 1e3), 3),
+        "floor_milliseconds": round(weights / rate, 4),
+        "floor_milliseconds_without_embedding": round(read / rate, 4),
+        "over_floor": round(milliseconds / (weights / rate), 3),
         "copy_bytes_per_microsecond": round(bandwidth),
     }

@@ -9,15 +9,30 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernel_workload import REUSE_ALWAYS, SCAN_ALWAYS
 from models import TransformerDecoder
+from models.sharding import parameter_spec
+from models.weights import dotted
 from retopk_jax.attention import AttentionMethod, Report, ReTopK, Step
 from retopk_jax.attention.retopk import ReTopKState
-from retopk_jax.decode import DecodeState, Usage, step_logits
+from retopk_jax.decode import DecodeState, begin, step_logits
 from retopk_jax.kv_cache import KVCache
 from retopk_jax.language_model import Geometry, Params
 from retopk_jax.recall_cache import RecallCache
+from retopk_jax.sharding import (
+    CACHE,
+    HEADS,
+    ROWS,
+    SEQUENCE,
+    TENSOR,
+    constrained,
+    per_device,
+    placed,
+    specs_by_rank,
+)
 
 SLAB = 2**16
 """Tokens of a cache that are drawn at once."""
@@ -37,6 +52,16 @@ class Forced(AttentionMethod):
     scans: jax.Array
 
     name: ClassVar[str] = "retopk"
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Those of the method."""
+        return self.inner.shards
+
+    @property
+    def array_specs(self) -> Any:
+        """Scans by heads."""
+        return replace(self, inner=P(), scans=P(None, None, TENSOR))
 
     def attend(
         self,
@@ -60,6 +85,11 @@ class NoAttention(AttentionMethod):
     """The queries for output: what is left of a step is everything but attention."""
 
     name: ClassVar[str] = "none"
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Heads and positions."""
+        return frozenset({TENSOR, SEQUENCE})
 
     def attend(
         self,
@@ -95,9 +125,20 @@ class Sizes:
         return self.length - self.steps
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def draw(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "mesh"))
+def draw(
+    key: jax.Array, *, shape: tuple[int, ...], dtype: Any, mesh: Mesh | None = None
+) -> jax.Array:
     """Normal numbers ``[B, G, S, D]``, so many slots at a time that temporaries stay small."""
+    if mesh is not None:
+        batch, groups, slots, dim = shape
+        shape = (batch, groups // mesh.shape[TENSOR], slots // mesh.shape[SEQUENCE], dim)
+
+        def mine(key: jax.Array) -> jax.Array:
+            place = lax.axis_index(TENSOR) * mesh.shape[SEQUENCE] + lax.axis_index(SEQUENCE)
+            return draw(jax.random.fold_in(key, place), shape=shape, dtype=dtype)
+
+        return per_device(mine, mesh, P(), CACHE)(key)
     slab = min(SLAB, shape[2])
 
     def fill(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -108,18 +149,24 @@ def draw(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return lax.fori_loop(0, -(-shape[2] // slab), fill, jnp.zeros(shape, dtype))
 
 
-def cache_of(geometry: Geometry, sizes: Sizes, dtype: Any) -> KVCache:
+def cache_of(geometry: Geometry, sizes: Sizes, dtype: Any, mesh: Mesh | None) -> KVCache:
     """Random keys and values of one row."""
     shape = (1, geometry.num_kv_heads, sizes.length, geometry.head_dim)
     keys = jax.random.split(jax.random.key(0), 2 * sizes.buffers)
-    arrays = [draw(key, shape=shape, dtype=dtype) for key in keys]
-    lengths = jnp.full((1,), sizes.start, jnp.int32)
+    arrays = [draw(key, shape=shape, dtype=dtype, mesh=mesh) for key in keys]
+    lengths = jnp.full((1,), sizes.start, jnp.int32, device=placed(mesh, ROWS))
     return KVCache(tuple(arrays[: sizes.buffers]), tuple(arrays[sizes.buffers :]), lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "method", "start", "dtype"))
+@functools.partial(jax.jit, static_argnames=("geometry", "method", "start", "dtype", "mesh"))
 def ring_of(
-    key: jax.Array, *, geometry: Geometry, method: tuple[int, int], start: int, dtype: Any
+    key: jax.Array,
+    *,
+    geometry: Geometry,
+    method: tuple[int, int],
+    start: int,
+    dtype: Any,
+    mesh: Mesh | None = None,
 ) -> ReTopKState:
     """A full ring of C entries of K tokens, no token in two of them: R·K + W candidates."""
     budget, capacity = method
@@ -134,10 +181,11 @@ def ring_of(
     offset = jax.random.randint(second, (1, heads, capacity, budget), 0, own)
     supports = place + (entry + offset) % stride
     supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
-    return ReTopKState(
-        RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32)),
-        jnp.zeros((1, heads, 3), jnp.int32),
-        jnp.zeros((1, heads), jnp.int32),
+    ring = RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32))
+    counts = (jnp.zeros((1, heads, 3), jnp.int32), jnp.zeros((1, heads), jnp.int32))
+    state = ReTopKState(ring, *counts)
+    return jax.tree.map(
+        lambda x, spec: constrained(x, mesh, spec), state, specs_by_rank(state, HEADS)
     )
 
 
@@ -145,21 +193,20 @@ def state_of(
     decoder: TransformerDecoder, method: AttentionMethod, cache: KVCache, start: int
 ) -> DecodeState:
     """The state in which a method goes on from a synthetic context."""
-    geometry = decoder.geometry
+    geometry, mesh = decoder.geometry, decoder.mesh
     layers: list[Any] = [()] * geometry.num_layers
     if isinstance(method, Forced):
-        sizes = (method.inner.budget, method.inner.capacity)
-        layers = [
-            ring_of(key, geometry=geometry, method=sizes, start=start, dtype=decoder.dtype)
-            for key in jax.random.split(jax.random.key(1), geometry.num_layers)
-        ]
-    return DecodeState(
-        replace(cache, lengths=jnp.full((1,), start, jnp.int32)),
-        tuple(layers),
-        jnp.zeros(1, jnp.int32),
-        jnp.ones(1, jnp.bool_),
-        Usage(*(jnp.zeros(1, jnp.float32) for _ in range(3))),
-    )
+        ring = {
+            "geometry": geometry,
+            "method": (method.inner.budget, method.inner.capacity),
+            "start": start,
+            "dtype": decoder.dtype,
+            "mesh": mesh,
+        }
+        keys = jax.random.split(jax.random.key(1), geometry.num_layers)
+        layers = [ring_of(key, **ring) for key in keys]
+    lengths = jnp.full((1,), start, jnp.int32, device=placed(mesh, ROWS))
+    return begin(replace(cache, lengths=lengths), tuple(layers), mesh)
 
 
 @functools.partial(
@@ -179,7 +226,8 @@ def decode_steps(
     def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, tokens = carry
         logits, state, _ = step_logits(decoder, method, params, state, tokens)
-        return state, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return state, constrained(chosen, decoder.mesh, ROWS)
 
     return lax.fori_loop(0, steps, body, (state, tokens))
 
@@ -224,7 +272,7 @@ class Program:
     ) -> tuple[Timing, KVCache]:
         """Times the steps; the cache is donated, and comes back."""
         state = state_of(self.decoder, method, cache, self.sizes.start)
-        tokens, taken = jnp.zeros(1, jnp.int32), []
+        tokens, taken = jnp.zeros(1, jnp.int32, device=placed(self.decoder.mesh, ROWS)), []
         for _ in range(self.calls + 1):
             jax.block_until_ready((state, tokens))
             began = time.perf_counter()
@@ -250,24 +298,31 @@ def compile_steps(
     calls: int,
 ) -> Program:
     """Compiles the decode steps of a method from shapes alone; the weights may be shapes too."""
-    steps = sizes.steps // (calls + 1)
+    steps, mesh = sizes.steps // (calls + 1), decoder.mesh
 
     def state() -> DecodeState:
         shape = (1, decoder.geometry.num_kv_heads, sizes.length, decoder.geometry.head_dim)
         arrays = tuple(jnp.zeros(shape, decoder.dtype) for _ in range(sizes.buffers))
         cache = KVCache(arrays, arrays, jnp.zeros(1, jnp.int32))
-        return state_of(decoder, method, cache, sizes.start)
+        return state_of(replace(decoder, mesh=None), method, cache, sizes.start)
 
+    def located(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(mesh, spec))
+
+    shapes = jax.eval_shape(state)
+    specs = replace(specs_by_rank(shapes, HEADS), cache=specs_by_rank(shapes.cache, CACHE))
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: located(
+            leaf, P() if mesh is None else parameter_spec(dotted(path), leaf.shape, mesh)
+        ),
+        params,
+    )
     lowered = decode_steps.lower(
         method,
-        jax.tree.map(_shape, params),
-        jax.eval_shape(state),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
+        weights,
+        jax.tree.map(located, shapes, specs),
+        located(jax.ShapeDtypeStruct((1,), jnp.int32), ROWS),
         decoder=decoder,
         steps=steps,
     )
     return Program(lowered.compile(), decoder, method, sizes, calls, steps)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))

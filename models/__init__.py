@@ -6,6 +6,7 @@ from .decoder import TransformerDecoder
 from .errors import ChatTemplateError, CheckpointError, ConfigError, ModelError, TokenizerError
 from .loading import convert, load_model, read_config
 from .rope import Rope, position_angles
+from .sharding import shard_model
 from .tokenizer import StreamDecoder, TextTokenizer
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "position_angles",
     "random_model",
     "read_config",
+    "shard_model",
     "with_rope",
 ]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from retopk_jax.language_model import Attend, Geometry, Params
 from retopk_jax.rotary import rotate
@@ -207,10 +208,12 @@ class TransformerDecoder:
     Attributes:
         config: the model.
         dtype: of weights and activations; norms, rotations and logits are float32.
+        mesh: devices over which weights and caches are sharded; None for one device.
     """
 
     config: ModelConfig
     dtype: np.dtype
+    mesh: Mesh | None = None
 
     @property
     def geometry(self) -> Geometry:

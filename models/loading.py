@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
+
+from retopk_jax.sharding import check_geometry
 
 from .causal_lm import CausalLM, default_dtype
 from .config import ModelConfig
@@ -22,6 +24,7 @@ from .orbax_checkpoint import (
     refuse_existing,
     write_checkpoint,
 )
+from .sharding import loading_rule, shard_model
 from .tokenizer import TOKENIZER_FILES, TextTokenizer, eos_ids
 from .weights import ShardingRule
 
@@ -46,6 +49,7 @@ def load_model(
     *,
     dtype: DTypeLike | None = None,
     sharding: Sharding | ShardingRule | None = None,
+    mesh: Mesh | None = None,
 ) -> CausalLM:
     """Loads a Llama or Qwen2 model.
 
@@ -60,6 +64,8 @@ def load_model(
             on CPU and bfloat16 elsewhere.
         sharding: where parameters go: one sharding for all, or a function of a parameter's dotted
             path and shape; None means the default device.
+        mesh: from `retopk_jax.sharding.make_mesh`: shard the model, and what it reads and decodes,
+            over these devices; see `models.sharding`.
 
     Returns:
         The model. Its ``tokenizer`` is None if the checkpoint has none.
@@ -72,6 +78,9 @@ def load_model(
     checkpoint = open_checkpoint(source)
     config = config_of(checkpoint.config, str(source))
     decoder = TransformerDecoder(config, resolved)
+    if mesh is not None:
+        check_geometry(decoder.geometry, mesh)
+        sharding = loading_rule(decoder.geometry.num_kv_heads, mesh)
     tokenizer = TextTokenizer.from_files(checkpoint.files, str(source))
     ends = eos_ids(checkpoint.files, config.eos_token_ids, tokenizer, str(source))
     params, notes = checkpoint.params(decoder, sharding)
@@ -80,7 +89,8 @@ def load_model(
         notes += (f"{source}: has no tokenizer.json, so prompts must be token ids",)
     for note in notes:
         _logger.info(note)
-    return CausalLM(decoder, params, tokenizer, ends, str(source), notes)
+    model = CausalLM(decoder, params, tokenizer, ends, str(source), notes)
+    return model if mesh is None else shard_model(model, mesh)
 
 
 def convert(source: str | Path, destination: str | Path, *, dtype: DTypeLike | None = None) -> None:

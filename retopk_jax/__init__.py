@@ -29,6 +29,7 @@ from retopk_jax.errors import (
 )
 from retopk_jax.generate import Completion, Generation, generate
 from retopk_jax.prefill import Context, extend, prefill
+from retopk_jax.sharding import make_mesh
 
 __all__ = [
     "AttentionMethod",
@@ -53,6 +54,7 @@ __all__ = [
     "extend",
     "generate",
     "load_context",
+    "make_mesh",
     "prefill",
     "save_context",
     "start_session",

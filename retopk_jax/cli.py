@@ -105,6 +105,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="what retopk prefill stored: the prompts follow it, and its model is the default",
     )
+    _add_mesh(parser)
     _add_prompts(parser)
     add_method_options(parser, default="retopk")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
@@ -131,6 +132,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _add_prefill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_prefill)
     _add_model(parser)
+    _add_mesh(parser)
     _add_prompts(parser)
     parser.add_argument(
         "--save",
@@ -223,6 +225,16 @@ def _add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "--dtype",
         choices=_DTYPES,
         help="of weights, activations and cache (default: float32 on CPU, bfloat16 elsewhere)",
+    )
+
+
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="shard over all devices: data=N by rows, tensor=N by heads, sequence=N by positions, "
+        "or several with commas",
     )
 
 

@@ -19,6 +19,7 @@ from retopk_jax.generate import Completion, Generation, encode_prompts, generate
 from retopk_jax.memory import memory_need
 from retopk_jax.prefill import Context
 from retopk_jax.sampling import make_sampling
+from retopk_jax.sharding import parse_mesh
 
 LARGEST_SEED = 2**32 - 1
 
@@ -37,7 +38,7 @@ def run_generate(args: argparse.Namespace) -> None:
     notes = _notes(args)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {notes['source']}"):
-        model = load_model(notes["source"], dtype=notes["dtype"])
+        model = load_model(notes["source"], dtype=notes["dtype"], mesh=parse_mesh(args.mesh))
         for note in model.notes:
             console.print(f"note: {note}", markup=False)
         check_calibration(args, model)

@@ -11,6 +11,7 @@ from retopk_jax.cli_prompts import check_prompts, conversation
 from retopk_jax.context_store import check_store, save_context
 from retopk_jax.generate import encode_prompts
 from retopk_jax.prefill import prefill
+from retopk_jax.sharding import parse_mesh
 
 
 def run_prefill(args: argparse.Namespace) -> None:
@@ -22,9 +23,10 @@ def run_prefill(args: argparse.Namespace) -> None:
     """
     check_prompts(args)
     check_store(args.save)
+    mesh = parse_mesh(args.mesh)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {args.model}"):
-        model = load_model(args.model, dtype=args.dtype)
+        model = load_model(args.model, dtype=args.dtype, mesh=mesh)
         for note in model.notes:
             console.print(f"note: {note}", markup=False)
         tokens, rests = _encode(model, args)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.packed import unpacked
@@ -32,6 +33,7 @@ from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.kv_cache import KVCache, stored
 from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import Context, context_bytes, rounded_capacity
+from retopk_jax.sharding import CACHE, ROWS, TAIL, check_sizes, placed
 
 FORMAT = "retopk-jax context 1"
 MANIFEST = "context.json"
@@ -195,14 +197,17 @@ def load_context(
     rows, tail = sizes["rows"], sizes["tail_queries"]
     check_memory(f"the context {path}", context_bytes(decoder, rows, slots, tail))
     _check_files(path, arrays, manifest["files"])
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    check_sizes(rows, slots, decoder.mesh)
+    one = SingleDeviceSharding(jax.local_devices()[0])
 
-    def target(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=here)
+    def target(shape: tuple[int, ...], dtype: Any, spec: P = ROWS) -> jax.ShapeDtypeStruct:
+        where = placed(decoder.mesh, spec) or one
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where)
 
     layers = range(geometry.num_layers)
-    cached = target((rows, geometry.num_kv_heads, slots, geometry.head_dim), decoder.dtype)
-    queries = target((rows, tail, geometry.num_heads, geometry.head_dim), decoder.dtype)
+    cache = (rows, geometry.num_kv_heads, slots, geometry.head_dim)
+    cached = target(cache, decoder.dtype, CACHE)
+    queries = target((rows, tail, geometry.num_heads, geometry.head_dim), decoder.dtype, TAIL)
     targets = {
         "tokens": target((rows, sizes["longest"]), jnp.int32),
         "lengths": target((rows,), jnp.int32),

@@ -3,9 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from retopk_jax.attention.base import AttentionMethod, LayerState, PathStatistics, Report, Step
 from retopk_jax.errors import CapacityError, ConfigError, PromptError
@@ -13,6 +16,18 @@ from retopk_jax.kv_cache import KVCache, append_step
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill import Context
 from retopk_jax.sampling import Sampling, sample
+from retopk_jax.sharding import (
+    CACHE,
+    HEADS,
+    ROWS,
+    SEQUENCE,
+    TAIL,
+    check_method,
+    mine,
+    per_device,
+    placed,
+    specs_by_rank,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -41,24 +56,27 @@ def _update_usage(
     tokens, keys, values = [], [], []
     for report in reports:
         if report.support is None:
-            tokens.append(lengths)
-            values.append(lengths * (groups * dim * size))
+            attended = jnp.broadcast_to(lengths[:, None], (lengths.shape[0], heads))
+            read = lengths * (groups * dim)
         else:
-            attended = jnp.sum(report.support >= 0, axis=(1, 2), dtype=jnp.float32)
-            tokens.append(attended / heads)
+            attended = jnp.sum(report.support >= 0, axis=2, dtype=jnp.float32)  # [B, H]
             read = attended * dim if report.value_elements is None else report.value_elements
-            values.append(read * size)
+        tokens.append(attended / heads)
+        values.append(read)
         if report.key_elements is not None:
-            keys.append(report.key_elements * size)
+            keys.append(report.key_elements)
     count = (step.index + 1).astype(jnp.float32)
 
-    def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+    def mean(old: jax.Array, parts: list[jax.Array], unit: float) -> jax.Array:
+        # Layer after layer, then the heads: their sum is one collective where they are sharded.
+        total = sum(parts[1:], parts[0]) if parts else jnp.zeros_like(lengths)
+        new = jnp.sum(total.reshape(lengths.shape[0], -1), axis=1) * unit
         return jnp.where(step.active, old + (new - old) / count, old)
 
     return Usage(
-        mean(usage.tokens, sum(tokens[1:], tokens[0]) / len(tokens)),
-        mean(usage.key_bytes, sum(keys, jnp.zeros_like(lengths))),
-        mean(usage.value_bytes, sum(values[1:], values[0])),
+        mean(usage.tokens, tokens, 1 / len(tokens)),
+        mean(usage.key_bytes, keys, size),
+        mean(usage.value_bytes, values, size),
     )
 
 
@@ -82,17 +100,24 @@ class DecodeState:
     usage: Usage
 
 
-@functools.partial(jax.jit)
-def prime(method: AttentionMethod, context: Context) -> tuple[LayerState, ...]:
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def prime(
+    method: AttentionMethod, context: Context, *, mesh: Mesh | None = None
+) -> tuple[LayerState, ...]:
     """State of every layer after a prefill."""
-    wanted = method.tail_queries
-    cache = context.cache
-    return tuple(
-        method.prime(layer, keys, values, tail[:, tail.shape[1] - wanted :], cache.lengths)
-        for layer, (keys, values, tail) in enumerate(
-            zip(cache.keys, cache.values, context.tail_queries, strict=True)
-        )
-    )
+    wanted, cache, states = method.tail_queries, context.cache, []
+    for layer, (keys, values, tail) in enumerate(
+        zip(cache.keys, cache.values, context.tail_queries, strict=True)
+    ):
+        args = (keys, values, tail[:, tail.shape[1] - wanted :], cache.lengths)
+        fill = functools.partial(method.prime, layer)
+        shapes = jax.eval_shape(fill, *args)
+        if jax.tree.leaves(shapes):
+            specs = specs_by_rank(shapes, HEADS)
+            fill = per_device(fill, mesh, (CACHE, CACHE, TAIL, ROWS), specs)
+            shapes = fill(*args)
+        states.append(shapes)
+    return tuple(states)
 
 
 def check_tail_queries(method: AttentionMethod, context: Context) -> None:
@@ -105,20 +130,27 @@ def check_tail_queries(method: AttentionMethod, context: Context) -> None:
         )
 
 
-def start(method: AttentionMethod, context: Context) -> DecodeState:
-    """Decode state of a context that has been read.
+def start(method: AttentionMethod, context: Context, *, mesh: Mesh | None = None) -> DecodeState:
+    """Decode state of a context that has been read, on the decoder's mesh.
 
     Raises:
-        ConfigError: the method needs more tail queries than the context kept.
+        ConfigError: the method needs more tail queries than the context kept, or cannot be sharded
+            so.
     """
     check_tail_queries(method, context)
-    batch = context.cache.batch
+    check_method(method.name, method.shards, mesh)
+    return begin(context.cache, prime(method, context, mesh=mesh), mesh)
+
+
+def begin(cache: KVCache, layers: tuple[LayerState, ...], mesh: Mesh | None = None) -> DecodeState:
+    """Decode state before the first step."""
+    batch, rows = cache.batch, placed(mesh, ROWS)
     return DecodeState(
-        context.cache,
-        prime(method, context),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, jnp.bool_),
-        Usage(*(jnp.zeros(batch, jnp.float32) for _ in range(3))),
+        cache,
+        layers,
+        jnp.zeros(batch, jnp.int32, device=rows),
+        jnp.ones(batch, jnp.bool_, device=rows),
+        Usage(*(jnp.zeros(batch, jnp.float32, device=rows) for _ in range(3))),
     )
 
 
@@ -134,6 +166,63 @@ def attend_layer(
 ) -> tuple[jax.Array, LayerState, Report]:
     """`AttentionMethod.attend`, traced and lowered once for all layers."""
     return method.attend(layer, state, q, keys, values, step)
+
+
+def layer_step(
+    method: AttentionMethod,
+    layer: jax.Array | int,
+    state: LayerState,
+    token: tuple[jax.Array, jax.Array, jax.Array],
+    cache: KVCache,
+    slot: jax.Array,
+    step: Step,
+) -> tuple[jax.Array, LayerState, Report, KVCache]:
+    """Appends a token a row to the cache of one layer, and attends; on a device's part of them.
+
+    Args:
+        method: how to attend.
+        layer: index of the layer.
+        state: of the method.
+        token: queries ``[B, H, D]``, keys and values ``[B, G, D]``.
+        cache: of this layer alone.
+        slot: int32 ``[B]``, where to append.
+        step: the decode step.
+    """
+    (keys,), (values,) = cache.keys, cache.values
+    q, k, v = token
+    with jax.named_scope("append"):
+        keys, values = append_step(keys, values, k, v, mine(slot, SEQUENCE, keys.shape[2]))
+    with jax.named_scope("attention"):
+        out, state, report = attend_layer(method, layer, state, q, keys, values, step)
+    return out, state, report, replace(cache, keys=(keys,), values=(values,))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def sharded_layer_step(
+    method: AttentionMethod,
+    layer: jax.Array | int,
+    state: LayerState,
+    token: tuple[jax.Array, jax.Array, jax.Array],
+    cache: KVCache,
+    slot: jax.Array,
+    step: Step,
+    *,
+    mesh: Mesh,
+) -> tuple[jax.Array, LayerState, Report, KVCache]:
+    """`layer_step` on every device of a mesh; what a report counts comes in parts."""
+
+    def local(*args: Any) -> tuple[jax.Array, LayerState, Report, KVCache]:
+        out, state, report, cache = layer_step(*args)
+        counts = {
+            name: None if (count := getattr(report, name)) is None else count[:, None]
+            for name in ("key_elements", "value_elements")
+        }
+        return out, state, replace(report, **counts), cache
+
+    kept, cached = specs_by_rank(state, HEADS), specs_by_rank(cache, CACHE)
+    ins = (method.array_specs, P(), kept, HEADS, cached, ROWS, ROWS)
+    run = per_device(local, mesh, ins, (HEADS, kept, HEADS, cached))
+    return run(method, layer, state, token, cache, slot, step)
 
 
 def step_logits(
@@ -166,15 +255,16 @@ def step_logits(
     keys, values = list(cache.keys), list(cache.values)
     layers: list[LayerState] = []
     reports: list[Report] = []
+    run = layer_step
+    if decoder.mesh is not None:
+        run = functools.partial(sharded_layer_step, mesh=decoder.mesh)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         at = layer % len(keys)
-        with jax.named_scope("append"):
-            keys[at], values[at] = append_step(keys[at], values[at], k[:, 0], v[:, 0], slot)
-        with jax.named_scope("attention"):
-            out, new, report = attend_layer(
-                method, layer, state.layers[layer], q[:, 0], keys[at], values[at], step
-            )
+        own = replace(cache, keys=(keys[at],), values=(values[at],))
+        token = (q[:, 0], k[:, 0], v[:, 0])
+        out, new, report, own = run(method, layer, state.layers[layer], token, own, slot, step)
+        (keys[at],), (values[at],) = own.keys, own.values
         layers.append(new)
         reports.append(report)
         return out[:, None].astype(q.dtype)
@@ -223,7 +313,8 @@ def start_session(model: LanguageModel, method: AttentionMethod, context: Contex
     method.check(model.decoder.geometry)
     longest = int(jnp.max(context.cache.lengths))
     room = min(context.cache.capacity, model.decoder.max_positions) - longest
-    return Session(model, method, start(method, context), room)
+    state = start(method, context, mesh=model.decoder.mesh)
+    return Session(model, method, state, room)
 
 
 def decode_step(

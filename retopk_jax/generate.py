@@ -36,6 +36,7 @@ from retopk_jax.prefill import (
 )
 from retopk_jax.programs import program
 from retopk_jax.sampling import make_sampling
+from retopk_jax.sharding import check_method
 
 OnText = Callable[[int, str], None]
 """Called with (row, new text) as soon as the text is known."""
@@ -190,13 +191,14 @@ def generate(
     """
     method = ReTopK() if attention is None else attention
     method.check(model.decoder.geometry)
+    check_method(method.name, method.shards, model.decoder.mesh)
     sampling = make_sampling(temperature, top_k, top_p)
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
     check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
     _check_stop(model, stop, on_text)
     read = _read(model, method, prompts, context, max_new_tokens, capacity, donate, progress)
     lengths = np.array(read.context.cache.lengths)  # a copy: the cache is donated
-    state = start(method, read.context)
+    state = start(method, read.context, mesh=model.decoder.mesh)
     eos = [-1] if ignore_eos else sorted(model.eos_token_ids) or [-1]
     controls = (sampling, jnp.asarray(eos, jnp.int32), jnp.int32(max_new_tokens))
     produced = Produced(

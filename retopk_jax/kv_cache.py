@@ -9,11 +9,13 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import platform
 from pallas_kernels.packed import PackedRows, both_of, pack, rows_of, whole_lanes
 from retopk_jax.language_model import Geometry
+from retopk_jax.sharding import CACHE, ROWS, placed
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -89,16 +91,20 @@ def kv_cache_bytes(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLi
     return 2 * geometry.num_layers * slots * jnp.dtype(dtype).itemsize
 
 
-def empty_kv_cache(geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
-    """A cache of zeros with no valid token."""
-    rows = (batch, geometry.num_kv_heads, capacity)
-    layers, lengths = geometry.num_layers, jnp.zeros(batch, jnp.int32)
+def empty_kv_cache(
+    geometry: Geometry, batch: int, capacity: int, dtype: DTypeLike, mesh: Mesh | None = None
+) -> KVCache:
+    """A cache of zeros with no valid token, on a mesh where one is given."""
+    rows, where = (batch, geometry.num_kv_heads, capacity), placed(mesh, CACHE)
+    layers = geometry.num_layers
+    lengths = jnp.zeros(batch, jnp.int32, device=placed(mesh, ROWS))
     if packs():
         dim = geometry.head_dim
         both = (*rows, 2, whole_lanes(dim))
-        pairs = [rows_of(jnp.zeros(both, dtype), dim) for _ in range(layers)]
+        pairs = [rows_of(jnp.zeros(both, dtype, device=where), dim) for _ in range(layers)]
         return KVCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), lengths)
-    zeros = [jnp.zeros((*rows, geometry.head_dim), dtype) for _ in range(2 * layers)]
+    shape = (*rows, geometry.head_dim)
+    zeros = [jnp.zeros(shape, dtype, device=where) for _ in range(2 * layers)]
     return KVCache(tuple(zeros[:layers]), tuple(zeros[layers:]), lengths)
 
 

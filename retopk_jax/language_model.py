@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 Params = Any
@@ -61,6 +62,11 @@ class Decoder(Protocol):
     @property
     def dtype(self) -> DTypeLike:
         """Dtype of weights, activations and of the key-value cache."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Devices over which weights and caches are sharded; None for one device."""
         ...
 
     def hidden(

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.device_memory import check_memory
@@ -21,6 +23,21 @@ from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
 from retopk_jax.programs import program
+from retopk_jax.sharding import (
+    CACHE,
+    CHUNK_OF_ROW,
+    DATA,
+    ROWS,
+    SEQUENCE,
+    TAIL,
+    check_sizes,
+    constrained,
+    mine,
+    per_device,
+    placed,
+    specs_by_rank,
+    ways,
+)
 
 CHUNK = 512
 """Prompt tokens read at once where the cache is read block by block."""
@@ -84,34 +101,75 @@ def read_chunk(
     whole: bool,
 ) -> Context:
     """Reads ``valid`` of the T tokens ``[T]`` of one row that has ``start`` tokens already."""
-    cache = context.cache
-    count = tokens.shape[0]
-    offset = jnp.arange(count, dtype=jnp.int32)
-    slots = jnp.where(offset < valid, start + offset, cache.capacity)  # beyond: not written
-    layers: list[tuple[jax.Array, jax.Array, jax.Array]] = []
+    cache, mesh = context.cache, decoder.mesh
+    offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    keys, values, tails = list(cache.keys), list(cache.values), list(context.tail_queries)
+    read = functools.partial(_read_layer, whole=whole)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        own = cache.keys[layer], cache.values[layer]
-        keys, values = append_chunk(*own, k[0], v[0], row, slots)
-        tail = context.tail_queries[layer]
-        kept = tail.shape[1]
-        both = jnp.concatenate([tail[row], q[0].astype(tail.dtype)], axis=0)
-        newest = jax.lax.dynamic_slice_in_dim(both, valid, kept, axis=0)
-        layers.append((keys, values, tail.at[row].set(newest)))
-        if whole:
-            return prompt_attention(q[0], k[0], v[0])[None]
-        return chunk_attention(q[0], keys, values, row, start)[None]
+        own = replace(cache, keys=(keys[layer],), values=(values[layer],))
+        cached = specs_by_rank(own, CACHE)
+        outs = (CHUNK_OF_ROW, cached, TAIL)
+        run = per_device(read, mesh, (CHUNK_OF_ROW, cached, TAIL, P(), P(), P()), outs)
+        token = (q[0], k[0], v[0])
+        out, own, tails[layer] = run(token, own, tails[layer], row, start, valid)
+        (keys[layer],), (values[layer],) = own.keys, own.values
+        return out[None]
 
     hidden = decoder.hidden(
         params, tokens[None], (start + offset)[None], prompt_length[None], attend
     )
     last = jax.lax.dynamic_slice_in_dim(hidden[0], valid - 1, 1, axis=0)[0]  # [E]
-    keys, values, tails = zip(*layers, strict=True)
+    here = jnp.arange(cache.batch) == row
+    lengths = jnp.where(here, start + valid, cache.lengths)
+    logits = jnp.where(here[:, None], decoder.logits(params, last)[None], context.logits)
     return Context(
-        KVCache(keys, values, cache.lengths.at[row].set(start + valid)),
-        tails,
-        context.logits.at[row].set(decoder.logits(params, last)),
+        KVCache(tuple(keys), tuple(values), constrained(lengths, mesh, ROWS)),
+        tuple(tails),
+        constrained(logits, mesh, ROWS),
     )
+
+
+def _read_layer(
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    cache: KVCache,
+    tail: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    valid: jax.Array,
+    *,
+    whole: bool,
+) -> tuple[jax.Array, KVCache, jax.Array]:
+    """Attention of a chunk of one row in one layer, on a device's part of rows, heads and slots.
+
+    Args:
+        tokens: queries ``[T, H, D]``, keys and values ``[T, G, D]``.
+        cache: of this layer alone.
+        tail: ``[B, N, H, D]``, the last queries so far.
+        row: int32 scalar, of the whole batch.
+        start: int32 scalar, tokens of the row before these.
+        valid: int32 scalar, tokens of the chunk that count.
+        whole: the chunk is all that there is of the row.
+    """
+    (keys,), (values,) = cache.keys, cache.values
+    q, k, v = tokens
+    batch, _, slots, _ = keys.shape
+    at = mine(row, DATA, batch)
+    offset = jnp.arange(q.shape[0], dtype=jnp.int32)
+    position = jnp.where(offset < valid, start + offset, jnp.iinfo(jnp.int32).max)  # not written
+    slot = mine(position, SEQUENCE, slots)
+    keys, values = append_chunk(keys, values, k, v, at, slot)
+    held = jnp.minimum(at, batch - 1)  # of another device's row anything: it is not kept
+    both = jnp.concatenate([tail[held], q.astype(tail.dtype)], axis=0)
+    newest = jax.lax.dynamic_slice_in_dim(both, valid, tail.shape[1], axis=0)
+    tail = tail.at[at].set(newest, mode="drop")
+    cache = replace(cache, keys=(keys,), values=(values,))
+    if whole:
+        return prompt_attention(q, k, v), cache, tail
+    out = chunk_attention(q, keys, values, held, start)
+    if ways(DATA) > 1:
+        out = jax.lax.psum(jnp.where(at < batch, out, 0), DATA)
+    return out, cache, tail
 
 
 def _bucket(tokens: int) -> int:
@@ -167,11 +225,11 @@ def check_prompts(
     needed = known + longest + new_tokens
     if needed > decoder.max_positions:
         raise CapacityError(f"{parts} = {needed}: the model has {decoder.max_positions} positions")
-    if capacity is None:
-        return rounded_capacity(needed)
-    if capacity < needed:
+    if capacity is not None and capacity < needed:
         raise CapacityError(f"capacity={capacity}: expected at least {needed}, a {parts}")
-    return capacity
+    slots = rounded_capacity(needed) if capacity is None else capacity
+    check_sizes(len(prompts), slots, decoder.mesh)
+    return slots
 
 
 def slots_after(
@@ -234,14 +292,17 @@ def prefill(
     decoder, geometry = model.decoder, model.decoder.geometry
     slots = check_prompts(decoder, prompts, new_tokens, capacity)
     batch = len(prompts)
+    if decoder.mesh is not None:
+        tail_queries = max(tail_queries, 1)  # XLA does not partition empty arrays
     parts = context_bytes(decoder, batch, slots, tail_queries)
     check_memory(f"a context of {batch} x {slots} tokens", parts)
     dtype = jnp.dtype(decoder.dtype)
     tail = (batch, tail_queries, geometry.num_heads, geometry.head_dim)
+    rows, tails = placed(decoder.mesh, ROWS), placed(decoder.mesh, TAIL)
     context = Context(
-        empty_kv_cache(geometry, batch, slots, dtype),
-        tuple(jnp.zeros(tail, dtype) for _ in range(geometry.num_layers)),
-        jnp.zeros((batch, decoder.vocab_size), jnp.float32),
+        empty_kv_cache(geometry, batch, slots, dtype, decoder.mesh),
+        tuple(jnp.zeros(tail, dtype, device=tails) for _ in range(geometry.num_layers)),
+        jnp.zeros((batch, decoder.vocab_size), jnp.float32, device=rows),
     )
     whole = cudnn_serves(geometry.head_dim, dtype)
     return _read(model, context, prompts, [0] * batch, whole, progress)
@@ -281,28 +342,30 @@ def extend(
     if not (donate and cache.sizes == (rows, slots)):
         parts = context_bytes(model.decoder, rows, slots, context.tail_queries[0].shape[1])
         check_memory(f"a copy of the context with {rows} x {slots} tokens", parts)
-        cache = _copy_cache(cache, rows=rows, slots=slots)
-    tails, logits, lengths = _copy_rows(
-        (context.tail_queries, context.logits, context.cache.lengths), rows=rows
-    )
+        cache = _copy_cache(cache, rows=rows, slots=slots, mesh=model.decoder.mesh)
+    small = (context.tail_queries, (context.logits, context.cache.lengths))
+    tails, (logits, lengths) = _copy_rows(small, rows=rows, mesh=model.decoder.mesh)
     copied = Context(replace(cache, lengths=lengths), tails, logits)
     return _read(model, copied, prompts, before, False, progress)
 
 
-@functools.partial(jax.jit, static_argnames=("rows",))
-def _copy_rows(tree: Any, *, rows: int) -> Any:
-    """Copies ``[B, ...]`` to ``[rows, ...]``; B is ``rows`` or 1."""
-    return jax.tree.map(lambda x: jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:]))), tree)
+@functools.partial(jax.jit, static_argnames=("rows", "mesh"))
+def _copy_rows(small: tuple[Any, Any], *, rows: int, mesh: Mesh | None) -> Any:
+    """Copies tail queries and what is by row from ``[B, ...]`` to ``[rows, ...]``; B may be 1."""
+    tails, others = jax.tree.map(
+        lambda x: jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:]))), small
+    )
+    return constrained(tails, mesh, TAIL), constrained(others, mesh, ROWS)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "slots"))
-def _copy_cache(cache: KVCache, *, rows: int, slots: int) -> KVCache:
+@functools.partial(jax.jit, static_argnames=("rows", "slots", "mesh"))
+def _copy_cache(cache: KVCache, *, rows: int, slots: int, mesh: Mesh | None) -> KVCache:
     """Copies a cache to as many rows and slots; slots beyond its own are zeros."""
 
     def copy(x: jax.Array) -> jax.Array:  # [B, G, S, D]
         x = x[:, :, :slots]
         x = jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
-        return jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:])))
+        return constrained(jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:]))), mesh, CACHE)
 
     keys, values = tuple(map(copy, cache.keys)), tuple(map(copy, cache.values))
     return KVCache(*stored(keys, values), cache.lengths)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.packed import slots_between
+from retopk_jax.sharding import SEQUENCE, place_of, ways
 
 BLOCK = 1024
 """Keys read at a time; the scores of one chunk against one block are the largest temporary."""
@@ -15,7 +16,8 @@ def chunk_attention(
 ) -> jax.Array:
     """Softmax attention of T tokens over the cache, block by block with a running maximum.
 
-    Work grows with ``start + T``, not with the cache's capacity.
+    Work grows with ``start + T``, not with the cache's capacity. Where positions are sharded, every
+    device attends to its own and the results are merged.
 
     Args:
         q: ``[T, H, D]``, tokens at positions ``start … start + T − 1``.
@@ -34,6 +36,8 @@ def chunk_attention(
     grouped = grouped.reshape(groups, heads // groups * tokens, dim)
     position = jnp.tile(start + jnp.arange(tokens, dtype=jnp.int32), heads // groups)  # [g * T]
 
+    own = place_of(SEQUENCE, slots)  # position of the first slot
+
     def body(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,7 +46,7 @@ def chunk_attention(
         offset = jnp.minimum(first, slots - block)
         k, v = (slots_between(x, row, offset, block) for x in (keys, values))
         slot = offset + jnp.arange(block, dtype=jnp.int32)
-        visible = (slot[None, :] >= first) & (slot[None, :] <= position[:, None])
+        visible = (slot[None, :] >= first) & (own + slot[None, :] <= position[:, None])
         scores = jnp.einsum(
             "gtd,gsd->gts",
             grouped,
@@ -71,8 +75,12 @@ def chunk_attention(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, dim), jnp.float32),
     )
-    blocks = (start + tokens + block - 1) // block
-    _, total, out = lax.fori_loop(0, jnp.minimum(blocks, -(-slots // block)), body, carry)
+    blocks = jnp.clip((start + tokens - own + block - 1) // block, 0, -(-slots // block))
+    best, total, out = lax.fori_loop(0, blocks, body, carry)
+    if ways(SEQUENCE) > 1:
+        highest = lax.pmax(best, SEQUENCE)
+        decay = jnp.exp(best - jnp.where(highest > -jnp.inf, highest, 0.0))
+        total, out = lax.psum((total * decay, out * decay[..., None]), SEQUENCE)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(groups, heads // groups, tokens, dim)
     return jnp.moveaxis(out, 2, 0).reshape(tokens, heads, dim).astype(q.dtype)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.prefill_supports import prefill_supports
 from pallas_kernels.recall.reference import normalise
 from retopk_jax.language_model import Geometry
+from retopk_jax.positions import prefill_supports
 
 
 @jax.tree_util.register_dataclass

@@ -100,7 +100,7 @@ def score_continuation(
     nll, state = score_tokens(
         method,
         model.params,
-        start(method, context),
+        start(method, context, mesh=model.decoder.mesh),
         jnp.asarray(tokens, jnp.int32),
         decoder=model.decoder,
     )

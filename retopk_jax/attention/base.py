@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from retopk_jax.language_model import Geometry
@@ -44,12 +45,12 @@ class Report:
         path: int32 ``[B, H]``, how the support was found, as the method numbers it.
         rho_max: float32 ``[B, H]``, similarity to the most similar remembered query.
         candidates: int32 ``[B, H]``, unique candidates ranked by a reuse.
-        key_elements: float32 ``[B]``, numbers of the keys, or of what stands for them while
-            ranking, that the step had to read: a key or a value once for all query heads that are
-            bound to read the same, so once a KV head on a scan of all keys, and once a head where
-            every head chooses for itself.
-        value_elements: float32 ``[B]``, numbers of the values it had to read; None for those of the
-            support once a head, or of all tokens once a KV head.
+        key_elements: float32 ``[B]``, or ``[B, N]`` in N parts to add up: numbers of the keys, or
+            of what stands for them in ranking, that the step had to read: a key or a value once for
+            all query heads that are bound to read the same, so once a KV head on a scan of all
+            keys, and once a head where every head chooses for itself.
+        value_elements: the same of the values it had to read; None for those of the support once a
+            head, or of all tokens once a KV head.
     """
 
     support: jax.Array | None = None
@@ -110,6 +111,16 @@ class AttentionMethod(ABC):
     def tail_queries(self) -> int:
         """Queries of the last prompt tokens that `prime` needs."""
         return 0
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Axes of a mesh, of heads and positions, over which the method can be sharded."""
+        return frozenset()
+
+    @property
+    def array_specs(self) -> Any:
+        """`PartitionSpec`s of the method's own arrays on a mesh; they are on every device."""
+        return PartitionSpec()
 
     def check(self, geometry: Geometry) -> None:
         """Raises ConfigError where the settings do not fit a model's shapes."""

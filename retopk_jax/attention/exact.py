@@ -6,10 +6,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.exact_support import exact_support
-from pallas_kernels.sparse_attend import sparse_attend
 from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key
 from retopk_jax.attention.checks import check_integer
+from retopk_jax.positions import exact_support, sparse_attend
+from retopk_jax.sharding import SEQUENCE, TENSOR
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +27,11 @@ class ExactTopK(AttentionMethod):
 
     def __post_init__(self) -> None:
         check_integer("budget", self.budget, minimum=1)
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Heads and positions."""
+        return frozenset({TENSOR, SEQUENCE})
 
     def attend(
         self,

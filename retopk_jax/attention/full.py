@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import jax
 
-from pallas_kernels.full_attention import full_attention
 from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key
+from retopk_jax.positions import full_attention
+from retopk_jax.sharding import SEQUENCE, TENSOR
 
 
 @jax.tree_util.register_dataclass
@@ -15,6 +16,11 @@ class Full(AttentionMethod):
     """Softmax over all L keys; the reference of every other method."""
 
     name: ClassVar[str] = "full"
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Heads and positions."""
+        return frozenset({TENSOR, SEQUENCE})
 
     def attend(
         self,

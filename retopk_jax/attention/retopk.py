@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.retopk_step import Remembered, retopk_step
+from pallas_kernels.retopk_step import Remembered
 from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
 from retopk_jax.attention.base import AttentionMethod, PathStatistics, Report, Step
 from retopk_jax.attention.checks import check_choice, check_integer, check_number
 from retopk_jax.errors import ConfigError
 from retopk_jax.language_model import Geometry
+from retopk_jax.positions import retopk_step
 from retopk_jax.recall_cache import RecallCache, fill_from_prompt, recall_cache_bytes
+from retopk_jax.sharding import SEQUENCE, TENSOR
 
 __all__ = ["FALLBACK", "RECALL_BY", "REFRESH", "REUSE", "ReTopK", "ReTopKState"]
 
@@ -90,6 +92,11 @@ class ReTopK(AttentionMethod):
     def tail_queries(self) -> int:
         """C: the recall cache is filled from the last C prompt tokens."""
         return self.capacity
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Heads and positions."""
+        return frozenset({TENSOR, SEQUENCE})
 
     def prime(
         self,

@@ -68,7 +68,8 @@ def test_rings_hold_as_many_candidates_as_there_can_be() -> None:
 
 def test_what_follows_from_rows() -> None:
     def row(part: str, milliseconds: float | None, length: int = 8, **more: object) -> dict:
-        return {"model": "m", "length": length, "part": part, "milliseconds": milliseconds, **more}
+        at = {"model": "m", "mesh": "", "length": length, "part": part}
+        return {**at, "milliseconds": milliseconds, **more}
 
     rows = [
         row("none", 4.0),
@@ -78,6 +79,10 @@ def test_what_follows_from_rows() -> None:
         row("traced", 7.0, 16, group_share=0.3),
         row("risk", None, 16, error="x"),
     ]
+    sharded = {"mesh": "tensor=2", "devices": 2}
+    found = {r["part"]: r for r in derive([*rows, row("exact", 6.25, 16, **sharded)]) if r["mesh"]}
+    assert found["exact"]["efficiency"] == 0.8
+    assert found["exact"]["speedup_over_one_device"] == 1.6
     found = {r["part"]: r for r in derive(rows)}
     traced = found["traced"]
     assert traced["speedup_over_exact"] == round(10 / 7, 3)
@@ -120,12 +125,13 @@ def small_method() -> ReTopK:
 
 
 def test_as_many_layers_have_buffers_as_fit(monkeypatch) -> None:
-    tiny = SHAPES["tiny"]
+    tiny = end_to_end.TransformerDecoder(SHAPES["tiny"], jnp.dtype("bfloat16"))
     layer = 4 * 2 * 1000 * 8
+    monkeypatch.setattr(end_to_end, "parameter_bytes", lambda *_: 500)
     monkeypatch.setattr(end_to_end, "free_bytes", lambda device: int((2.5 * layer + 500) / 0.85))
-    assert end_to_end.buffers_for(tiny, 1000, 500) == 2
+    assert end_to_end.buffers_for(tiny, 1000) == 2
     monkeypatch.setattr(end_to_end, "free_bytes", lambda device: None)
-    assert end_to_end.buffers_for(tiny, 1000, 500) == 3
+    assert end_to_end.buffers_for(tiny, 1000) == 3
     monkeypatch.setattr(end_to_end, "free_bytes", lambda device: 1000)
     with pytest.raises(CapacityError, match=r"1000 tokens need 62\.5 KiB .* has 1000 B free"):
-        end_to_end.buffers_for(tiny, 1000, 500)
+        end_to_end.buffers_for(tiny, 1000)

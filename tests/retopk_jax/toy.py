@@ -19,6 +19,7 @@ class ToyDecoder:
     max_positions: int = 4096
     width: int = 48
     dtype: str = "float32"
+    mesh: None = None
 
     def hidden(
         self,
