@@ -36,7 +36,7 @@ from retopk_jax.prefill import (
 )
 from retopk_jax.programs import program
 from retopk_jax.sampling import make_sampling
-from retopk_jax.sharding import check_method
+from retopk_jax.sharding import HEADS, check_method, shards_of
 
 OnText = Callable[[int, str], None]
 """Called with (row, new text) as soon as the text is known."""
@@ -264,6 +264,7 @@ def _read(
         raise PromptError("prompts=None and context=None: expected one of them, or both")
     rows = len(tokens)
     state = method.state_bytes(decoder.geometry, rows, slots, decoder.dtype)
+    state //= shards_of(decoder.mesh, HEADS)
     in_place = donate and context is not None and context.cache.sizes == (rows, slots)
     parts = {} if in_place else context_bytes(decoder, rows, slots, tail)
     check_memory(f"{method.name} with {rows} x {slots} tokens", {**parts, "its own state": state})

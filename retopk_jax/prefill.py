@@ -35,6 +35,7 @@ from retopk_jax.sharding import (
     mine,
     per_device,
     placed,
+    shards_of,
     specs_by_rank,
     ways,
 )
@@ -255,13 +256,14 @@ def slots_after(
 
 
 def context_bytes(decoder: Decoder, batch: int, slots: int, tail_queries: int) -> dict[str, int]:
-    """Bytes of a context by part."""
+    """Bytes of a context on each device, by part."""
     geometry, size = decoder.geometry, jnp.dtype(decoder.dtype).itemsize
     queries = batch * tail_queries * geometry.num_heads * geometry.head_dim * size
+    cache = kv_cache_bytes(geometry, batch, slots, decoder.dtype)
     return {
-        "keys and values": kv_cache_bytes(geometry, batch, slots, decoder.dtype),
-        "queries": geometry.num_layers * queries,
-        "logits": batch * decoder.vocab_size * 4,
+        "keys and values": cache // shards_of(decoder.mesh, CACHE),
+        "queries": geometry.num_layers * queries // shards_of(decoder.mesh, TAIL),
+        "logits": batch * decoder.vocab_size * 4 // shards_of(decoder.mesh, ROWS),
     }
 
 

@@ -5,6 +5,7 @@ key-value cache in as many contiguous blocks. Weights and activations are left t
 one all-reduce after each attention and each MLP; what touches the cache runs per device.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,11 @@ def check_method(name: str, shards: frozenset[str], mesh: Mesh | None) -> None:
 def placed(mesh: Mesh | None, spec: P) -> NamedSharding | None:
     """Sharding of an array; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec)
+
+
+def shards_of(mesh: Mesh | None, spec: P) -> int:
+    """Different parts into which a mesh divides an array."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in spec if axis is not None)
 
 
 def constrained(tree: Any, mesh: Mesh | None, spec: P) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from benchmarks.model_shapes import SHAPES
+from models import TransformerDecoder
 from models.sharding import parameter_spec
 from retopk_jax import (
     CapacityError,
@@ -28,6 +31,7 @@ from retopk_jax import (
     TokenSelect,
 )
 from retopk_jax.language_model import Geometry
+from retopk_jax.prefill import context_bytes
 from retopk_jax.sharding import (
     AXES,
     check_geometry,
@@ -148,6 +152,15 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         check_sizes(3, 512, mesh_of(data=2))  # pyright: ignore
     with pytest.raises(CapacityError, match="capacity=510 on a mesh of sequence=4"):
         check_sizes(1, 510, mesh_of(sequence=4))  # pyright: ignore
+
+
+def test_memory_is_counted_on_each_device() -> None:
+    decoder: Any = TransformerDecoder(SHAPES["qwen2.5-7b"], jnp.dtype("bfloat16"))
+    alone = context_bytes(decoder, 4, 2**20, 128)
+    assert alone["keys and values"] == 4 * 2 * 28 * 4 * 2**20 * 128 * 2
+    sharded = context_bytes(replace(decoder, mesh=mesh_of(2, 4, 8)), 4, 2**20, 128)
+    ways = {"keys and values": 64, "queries": 8, "logits": 2}
+    assert sharded == {name: alone[name] // ways[name] for name in alone}
 
 
 def test_meshes_that_cannot_be_made_are_refused() -> None:
