@@ -6,6 +6,7 @@ order of the tokens. Letters beside the project's: ``g`` query heads of a key-va
 budget rounded up to whole lanes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ _ABOVE = 0x7F800001
 """Above the `order_key` of plus infinity."""
 _BLOCK = 128
 """Rows of keys handled at a time."""
-_VMEM_BYTES = 100 * 2**20
-"""Of the 128 MiB of a v5e or v6e core; asked for only as needed."""
+_USUAL_VMEM_BYTES = 128 * 2**20
+"""Of a v5e or v6e core; what the interpreter goes by."""
 
 HBM = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -61,6 +62,7 @@ def call(
     grid: int,
     inputs: Sequence[pl.BlockSpec],
     outputs: Sequence[tuple[pl.BlockSpec, jax.ShapeDtypeStruct]],
+    cost: pl.CostEstimate,
     scratch: Sequence[Any] = (),
     scalars: int = 0,
 ) -> Callable[..., Any]:
@@ -72,9 +74,17 @@ def call(
         grid: programs.
         inputs: block of every input after the scalars.
         outputs: block and shape of every output.
+        cost: what XLA may reckon with: as much as there can be to do.
         scratch: memory that a program keeps to itself.
         scalars: leading inputs that are read by the scalar core, int32.
+
+    Raises:
+        NotImplementedError: the scratch does not fit the chip.
     """
+    info = pltpu.get_tpu_info() if platform() == "tpu" else None
+    memory = info.vmem_capacity_bytes if info is not None else _USUAL_VMEM_BYTES
+    held = sum(_bytes_held(x.shape, x.dtype) for x in scratch if x.memory_space == pltpu.VMEM)
+    check(held <= memory * 7 // 8, f"{held} bytes of scratch in {memory} of VMEM")
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -85,10 +95,43 @@ def call(
             scratch_shapes=list(scratch),
         ),
         out_shape=[shape for _, shape in outputs],
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=memory
+        ),
+        cost_estimate=cost,
         interpret=platform() != "tpu",
         name=name,
     )
+
+
+def _bytes_held(shape: tuple[int, ...], dtype: Any) -> int:
+    *rows, lanes = shape
+    return math.prod(rows) * round_up(lanes, LANES) * jnp.dtype(dtype).itemsize
+
+
+def estimate(*, products: int, read: int, exponentials: int = 0) -> pl.CostEstimate:
+    """Cost of a kernel.
+
+    Args:
+        products: multiplications and additions of pairs.
+        read: bytes from HBM.
+        exponentials: number of them.
+    """
+    return pl.CostEstimate(flops=2 * products, bytes_accessed=read, transcendentals=exponentials)
+
+
+def row_cost(heads: int, rows: int, cache: Array, *, products: int) -> pl.CostEstimate:
+    """Cost of a kernel that fetches a row for every slot of all heads.
+
+    Args:
+        heads: B * H.
+        rows: of 128 slots, of a head.
+        cache: ``[BG, S, 2, lanes]``.
+        products: with every row, of length D.
+    """
+    slots, (_, _, _, lanes) = heads * rows * LANES, cache.shape
+    read = slots * 2 * lanes * cache.dtype.itemsize
+    return estimate(products=products * slots * lanes, read=read, exponentials=slots)
 
 
 def block(*shape: int, memory: Any = None) -> pl.BlockSpec:
@@ -402,11 +445,6 @@ class Rows(NamedTuple):
 
 def rows_scratch(heads: int, rows: int, dim: int, dtype: Any) -> list[Any]:
     """Scratch of `fetch_rows`."""
-    check(
-        heads * rows * LANES * 2 * round_up(dim, LANES) * jnp.dtype(dtype).itemsize
-        <= _VMEM_BYTES * 3 // 4,
-        "candidates of a key-value head that fit the VMEM",
-    )
     return [pltpu.VMEM((heads * rows * LANES, 2, dim), dtype), pltpu.SemaphoreType.DMA(())]
 
 

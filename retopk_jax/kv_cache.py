@@ -37,12 +37,11 @@ class KVCache:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], int | None]:
         """Arrays by name, and D where they are packed."""
-        packed = bool(self.keys) and isinstance(self.keys[0], PackedRows)
-        rows = {"both": tuple(map(both_of, self.keys))} if packed else vars(self)
+        first = self.keys[0] if self.keys else None
+        dim = first.dim if isinstance(first, PackedRows) else None
+        rows = vars(self) if dim is None else {"both": tuple(map(both_of, self.keys))}
         named = {**rows, "lengths": self.lengths}
-        return tuple((jax.tree_util.GetAttrKey(name), x) for name, x in named.items()), (
-            self.keys[0].shape[3] if packed else None
-        )
+        return tuple((jax.tree_util.GetAttrKey(name), x) for name, x in named.items()), dim
 
     @classmethod
     def tree_unflatten(cls, dim: int | None, children: Any) -> Self:

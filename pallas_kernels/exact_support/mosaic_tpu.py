@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     check,
     choose,
     dot_rows,
+    estimate,
     grouped_queries,
     key_rows,
     key_score,
@@ -40,7 +41,6 @@ from pallas_kernels.packed import KEY
 _TILE = 1024
 _TILES = 4
 """Tiles of tokens in flight: 2 MiB of bfloat16 rows of 128, more than an HBM latency's worth."""
-_KEY_BYTES = 40 * 2**20
 
 
 def exact_support(
@@ -52,7 +52,7 @@ def exact_support(
     groups, stored, lanes = *keys.shape[1:3], cache.shape[3]
     programs, each, rows = batch * groups, heads // groups, key_rows(stored)
     check(each <= SUBLANES, "up to 8 query heads a key-value head")
-    check(each * rows * LANES * 4 <= _KEY_BYTES, "up to 10 Mi scores a key-value head")
+    check(rows < 2**16, "up to 8 Mi tokens a row")
     check(budget <= 2**12, "budgets up to 4096")
     padded, scale = round_up(budget, LANES), dim**-0.5
     tile = min(_TILE, round_up(stored, LANES))
@@ -169,6 +169,7 @@ def exact_support(
             *list_scratch(rows, budget, 1),
             pltpu.SemaphoreType.DMA((_TILES,)),
         ],
+        cost=estimate(products=each * cache.size // 2, read=cache.nbytes),
         scalars=2,
     )(
         jnp.where(scanned, lengths[:, None], 0).reshape(-1),

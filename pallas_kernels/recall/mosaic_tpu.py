@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_tpu_lib import Ref, block, call, output
+from pallas_kernels.mosaic_tpu_lib import Ref, block, call, estimate, output
 from pallas_kernels.recall.types import Recalled
 
 _OLDER = 2**30
@@ -89,6 +89,7 @@ def find(
             output(total, 1, 1, dtype=jnp.float32),
             output(total, entries, budget, dtype=jnp.int32),
         ],
+        cost=estimate(products=queries.size, read=queries.nbytes + supports.nbytes),
         scalars=1,
     )(
         pushed,

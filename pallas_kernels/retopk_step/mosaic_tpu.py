@@ -37,6 +37,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     output,
     packed_cache,
     round_up,
+    row_cost,
     rows_scratch,
     score_rows,
 )
@@ -150,6 +151,7 @@ def rank_and_attend(
             pltpu.VMEM((2, each, LANES), jnp.int32),
             *list_scratch(rows, budget, 1),
         ],
+        cost=row_cost(batch * heads, rows, cache, products=2),
         scalars=1,
     )(
         ends_of(tokens),

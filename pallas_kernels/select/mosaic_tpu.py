@@ -13,6 +13,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     call,
     check,
     choose,
+    estimate,
     in_rows,
     key_rows,
     key_score,
@@ -55,6 +56,7 @@ def select(ids: jax.Array | None, scores: jax.Array, *, budget: int) -> tuple[ja
         grid=programs,
         inputs=[block(rows, LANES)] * len(arrays),
         outputs=[output(programs, 2, padded, dtype=jnp.int32)],
+        cost=estimate(products=0, read=len(arrays) * scores.nbytes),
         scratch=list_scratch(rows, budget, len(arrays)),
     )(*(in_rows(a, heads, f) for a, f in zip(arrays, fills, strict=True)))
     listed = listed.reshape(batch, heads, 2, padded)[..., :budget]

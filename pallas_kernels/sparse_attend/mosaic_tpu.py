@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     order_key,
     output,
     packed_cache,
+    row_cost,
     rows_scratch,
 )
 from pallas_kernels.packed import VALUE
@@ -75,6 +76,7 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
         ],
         outputs=[output(programs, each, lanes, dtype=jnp.float32)],
         scratch=rows_scratch(each, rows, lanes, cache.dtype),
+        cost=row_cost(batch * heads, rows, cache, products=1),
         scalars=1,
     )(ends_of(support), tokens, tokens, in_rows(order_key(scores), groups, 0), cache)
     return out[..., :dim].reshape(batch, heads, dim).astype(values.dtype)

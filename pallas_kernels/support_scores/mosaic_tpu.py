@@ -22,6 +22,7 @@ from pallas_kernels.mosaic_tpu_lib import (
     out_of_rows,
     output,
     packed_cache,
+    row_cost,
     rows_scratch,
     score_rows,
 )
@@ -64,6 +65,7 @@ def support_scores(q: jax.Array, keys: jax.Array, support: jax.Array) -> jax.Arr
         ],
         outputs=[output(programs, each * rows, LANES, dtype=jnp.int32)],
         scratch=rows_scratch(each, rows, lanes, cache.dtype),
+        cost=row_cost(batch * heads, rows, cache, products=1),
         scalars=1,
     )(
         ends_of(support),
