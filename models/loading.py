@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from retopk_jax.sharding import check_geometry
+from retopk_jax.device_memory import check_memory
+from retopk_jax.sharding import TENSOR, check_geometry
 
-from .causal_lm import CausalLM, default_dtype
+from .causal_lm import CausalLM, default_dtype, parameter_bytes
 from .config import ModelConfig
 from .decoder import TransformerDecoder
 from .errors import CheckpointError
@@ -73,6 +74,7 @@ def load_model(
     Raises:
         ModelError: the source does not exist, is damaged, incomplete or unsupported; the message
             names the file or key, what was found and what is accepted.
+        RetopkError: the weights do not fit the device, or the heads do not divide over the mesh.
     """
     resolved = _dtype(dtype)
     checkpoint = open_checkpoint(source)
@@ -81,6 +83,8 @@ def load_model(
     if mesh is not None:
         check_geometry(decoder.geometry, mesh)
         sharding = loading_rule(decoder.geometry.num_kv_heads, mesh)
+    ways = 1 if mesh is None else mesh.shape[TENSOR]
+    check_memory(str(source), {"weights": parameter_bytes(config, resolved) // ways})
     tokenizer = TextTokenizer.from_files(checkpoint.files, str(source))
     ends = eos_ids(checkpoint.files, config.eos_token_ids, tokenizer, str(source))
     params, notes = checkpoint.params(decoder, sharding)

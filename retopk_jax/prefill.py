@@ -386,6 +386,8 @@ def _read(
     began = time.perf_counter()
     for row, (known, prompt) in enumerate(zip(before, prompts, strict=True)):
         chunk = _bucket(len(prompt)) if whole else CHUNK
+        if known:  # a question is short, and reading it should take no longer than it must
+            chunk = min(CHUNK, max(64, 1 << max(len(prompt) - 1, 0).bit_length()))
         for start in range(0, len(prompt), chunk):
             piece = np.zeros(chunk, np.int32)
             valid = min(chunk, len(prompt) - start)

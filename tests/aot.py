@@ -1,13 +1,22 @@
 """Compilation for GPUs on a machine that has none."""
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 MARKS = [
     pytest.mark.aot,
@@ -58,6 +67,18 @@ DEVICES = {
         "memory": 48000000000,
     },
 }
+
+
+def mesh_for(target: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    """A mesh of as many GPUs."""
+    topology = topologies.get_topology_desc(
+        topology_name=target,
+        platform="cuda",
+        target_config=_TARGET.format(**DEVICES[target]),
+        topology=f"1x{math.prod(sizes)}x1",
+    )
+    devices = np.array(topology.devices).reshape(sizes)
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def compile_for(

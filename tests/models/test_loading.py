@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from models import CheckpointError, load_model, random_model, read_config
+from models.causal_lm import parameter_bytes
+from retopk_jax import CapacityError, device_memory
 from tests.models.checkpoints import write_random
 from tests.models.test_decoder import small_config
 
@@ -119,3 +121,14 @@ def test_rope_override_keeps_the_weights():
     assert extended.params is model.params
     assert extended.decoder.max_positions == 2 * model.decoder.max_positions
     assert model.config.rope.rope_type == "default"
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    write_random(tmp_path)
+    size = parameter_bytes(read_config(tmp_path), "float32")
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: size)
+    load_model(tmp_path, dtype="float32")
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: size - 1)
+    with pytest.raises(CapacityError, match=r"needs .* of weights = .*: \w+ has .* free"):
+        load_model(tmp_path, dtype="float32")
+    load_model(tmp_path, dtype="bfloat16")
