@@ -106,11 +106,11 @@ def test_donating_what_does_not_suffice_copies(model, book) -> None:
 
 def test_a_row_each_and_no_question(model) -> None:
     rows = prefill(model, [BOOK, tokens(5)], new_tokens=1).context
-    run = generate(model, [[1, 2], [3]], context=rows, attention=RETOPK, max_new_tokens=NEW)
-    anew = generate(model, [[*BOOK, 1, 2], [*tokens(5), 3]], attention=RETOPK, max_new_tokens=NEW)
+    run = generate(model, [[1, 2], [3]], context=rows, attention=Full(), max_new_tokens=NEW)
+    anew = generate(model, [[*BOOK, 1, 2], [*tokens(5), 3]], attention=Full(), max_new_tokens=NEW)
     assert run.tokens == anew.tokens
-    run = generate(model, context=rows, attention=RETOPK, max_new_tokens=NEW)
-    anew = generate(model, [BOOK, tokens(5)], attention=RETOPK, max_new_tokens=NEW)
+    run = generate(model, context=rows, attention=Full(), max_new_tokens=NEW)
+    anew = generate(model, [BOOK, tokens(5)], attention=Full(), max_new_tokens=NEW)
     assert run.tokens == anew.tokens
     assert run.prefill_seconds < 0.1
 
@@ -121,7 +121,7 @@ def test_a_conversation_goes_on(model, book) -> None:
     more = extend(model, read, [QUESTIONS[0]], new_tokens=NEW).context
     whole = prefill(model, [BOOK + QUESTIONS[1] + QUESTIONS[0]], new_tokens=NEW).context
     runs = [
-        generate(model, context=c, attention=RETOPK, max_new_tokens=NEW).tokens
+        generate(model, context=c, attention=Full(), max_new_tokens=NEW).tokens
         for c in (more, whole)
     ]
     assert runs[0] == runs[1]

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from models import load_model
-from retopk_jax import ReTopK, generate
+from retopk_jax import Full, generate
 from retopk_jax.cli import main
 
 BOOK = "It is a truth universally acknowledged, that a single man"
-SMALL = ["--budget", "8", "--capacity", "4", "--recall", "2", "--window", "2"]
-METHOD = ReTopK(budget=8, capacity=4, recall=2, window=2)
+METHOD = Full()
 NEW = ["--max-new-tokens", "6", "--ignore-eos"]
 
 
@@ -22,7 +21,9 @@ def book(tiny, tmp_path):
 
 def generated(tmp_path, *options) -> dict:
     out = tmp_path / "out.json"
-    assert main(["generate", *map(str, options), *SMALL, *NEW, "--json", str(out)]) == 0
+    assert (
+        main(["generate", *map(str, options), "--attention", "full", *NEW, "--json", str(out)]) == 0
+    )
     return json.loads(out.read_text())
 
 
