@@ -19,7 +19,7 @@ from models.weights import dotted
 from retopk_jax.attention import AttentionMethod, Report, ReTopK, Step
 from retopk_jax.attention.retopk import ReTopKState
 from retopk_jax.decode import DecodeState, begin, step_logits
-from retopk_jax.kv_cache import KVCache
+from retopk_jax.kv_cache import KVCache, stored
 from retopk_jax.language_model import Geometry, Params
 from retopk_jax.recall_cache import RecallCache
 from retopk_jax.sharding import (
@@ -153,9 +153,12 @@ def cache_of(geometry: Geometry, sizes: Sizes, dtype: Any, mesh: Mesh | None) ->
     """Random keys and values of one row."""
     shape = (1, geometry.num_kv_heads, sizes.length, geometry.head_dim)
     keys = jax.random.split(jax.random.key(0), 2 * sizes.buffers)
-    arrays = [draw(key, shape=shape, dtype=dtype, mesh=mesh) for key in keys]
+    layers = []
+    for pair in zip(keys[: sizes.buffers], keys[sizes.buffers :], strict=True):
+        k, v = (draw(key, shape=shape, dtype=dtype, mesh=mesh) for key in pair)
+        layers.append(stored((k,), (v,)))
     lengths = jnp.full((1,), sizes.start, jnp.int32, device=placed(mesh, ROWS))
-    return KVCache(tuple(arrays[: sizes.buffers]), tuple(arrays[sizes.buffers :]), lengths)
+    return KVCache(tuple(k for (k,), _ in layers), tuple(v for _, (v,) in layers), lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("geometry", "method", "start", "dtype", "mesh"))
@@ -303,7 +306,7 @@ def compile_steps(
     def state() -> DecodeState:
         shape = (1, decoder.geometry.num_kv_heads, sizes.length, decoder.geometry.head_dim)
         arrays = tuple(jnp.zeros(shape, decoder.dtype) for _ in range(sizes.buffers))
-        cache = KVCache(arrays, arrays, jnp.zeros(1, jnp.int32))
+        cache = KVCache(*stored(arrays, arrays), jnp.zeros(1, jnp.int32))
         return state_of(replace(decoder, mesh=None), method, cache, sizes.start)
 
     def located(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
