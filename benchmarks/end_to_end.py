@@ -72,7 +72,7 @@ class Measurements:
 
     def has(self, **at: Any) -> bool:
         """Whether a row was measured."""
-        return any(all(row[name] == value for name, value in at.items()) for row in self.rows)
+        return any(all(row.get(name) == value for name, value in at.items()) for row in self.rows)
 
     def put(self, row: Row) -> None:
         """Takes a row, and writes all with what follows from them."""
@@ -266,13 +266,14 @@ def main(argv: Sequence[str]) -> None:
     wanted = [
         (length, part)
         for length in args.lengths
-        for part in parts
+        for part, (_, pattern) in parts.items()
         if part in (args.only or parts)
         and (part != "none" or length == args.lengths[0])
         and not table.has(
             model=args.model,
             mesh=args.mesh,
             part=part,
+            pattern=None if pattern is None else pattern.source,
             **({} if part == "none" else {"length": length}),
         )
     ]
