@@ -13,14 +13,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
@@ -29,14 +27,16 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.results_file import prepare_directory, write_results
 from models.config import ModelConfig
 from models.decoder import TransformerDecoder
+from models.sharding import parameter_spec
+from models.weights import dotted
 from pallas_kernels.packed import rows_of, whole_lanes
 from pallas_kernels.retopk_step import Remembered
 from retopk_jax.attention import AttentionMethod, ExactTopK, ReTopK
-from retopk_jax.attention.base import Report, Step
 from retopk_jax.decode import DecodeState, start, step_logits
 from retopk_jax.errors import ConfigError
 from retopk_jax.kv_cache import empty_kv_cache
 from retopk_jax.prefill import Context
+from retopk_jax.sharding import CACHE, HEADS, ROWS, make_mesh, specs_by_rank
 
 NAME = "tpu_static"
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v4": "v4:2x2x1"}
@@ -52,7 +52,6 @@ QWEN2_5_7B = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
-HEADS_AXIS = "heads"
 
 Shapes = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -102,7 +101,7 @@ def mesh_of(chip: str, devices: int = 1) -> Mesh:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a compiler alone needs no chip
     found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    return Mesh(np.array(found[:devices]), (HEADS_AXIS,))
+    return make_mesh(tensor=devices, devices=found[:devices])
 
 
 def compile_for(
@@ -124,11 +123,6 @@ def compile_for(
     with use_abstract_mesh(mesh.abstract_mesh):
         jitted = jax.jit(program.run, donate_argnums=program.donated)
         return jitted.trace(*shapes).lower().compile()
-
-
-def by_heads(shapes: Shapes) -> Any:
-    """`PartitionSpec` of every array: axis 1, where there is one, is that of the heads."""
-    return jax.tree.map(lambda x: P(None, HEADS_AXIS) if x.ndim >= 2 else P(), shapes)
 
 
 def op_program(op: str, sizes: Sizes = Sizes()) -> Program:
@@ -202,52 +196,19 @@ def _with_rows(
     return run(q, *(rows[part] for part in parts), *rest, **settings)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ReTopKOverHeads(AttentionMethod):
-    """ReTopK whose kernels run on every device of a mesh, each on its own heads."""
-
-    method: ReTopK
-    mesh: Mesh = field(metadata={"static": True})
-
-    name: ClassVar[str] = "retopk-over-heads"
-
-    def attend(
-        self,
-        layer: int | jax.Array,
-        state: Any,
-        q: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        step: Step,
-    ) -> tuple[jax.Array, Any, Report]:
-        """See `AttentionMethod.attend`."""
-
-        def local(*args: Any) -> tuple[jax.Array, Any, Report]:
-            out, new, report = self.method.attend(cast(int, layer), *args)
-            assert report.key_elements is not None
-            read = lax.psum(report.key_elements, HEADS_AXIS)
-            return out, new, replace(report, key_elements=read)
-
-        args = (state, q, keys, values, step)
-        specs, heads = by_heads(args), P(None, HEADS_AXIS)
-        report = Report(heads, heads, heads, heads, P())  # pyright: ignore
-        outs = (heads, specs[0], report)
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
-        return run(*args)
-
-
 def decode_step(method: AttentionMethod, mesh: Mesh, layers: int, slots: int) -> Program:
     """A whole decode step of Qwen2.5-7B, or of its first layers, for one row.
 
     Args:
         method: how to attend.
-        mesh: one device, or several to shard heads over.
+        mesh: one device, or several to shard weights and heads over.
         layers: of the model.
         slots: S.
     """
     config = ModelConfig.from_hf(QWEN2_5_7B | {"num_hidden_layers": layers})
-    decoder = TransformerDecoder(config, jnp.dtype(jnp.bfloat16))
+    decoder = TransformerDecoder(
+        config, jnp.dtype(jnp.bfloat16), mesh=mesh if mesh.size > 1 else None
+    )
     geometry = decoder.geometry
     tail = (1, method.tail_queries, geometry.num_heads, geometry.head_dim)
 
@@ -261,17 +222,19 @@ def decode_step(method: AttentionMethod, mesh: Mesh, layers: int, slots: int) ->
 
     with use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(build)
-    shared = method if mesh.size == 1 else ReTopKOverHeads(cast(ReTopK, method), mesh)
-    run = functools.partial(step_logits, decoder, shared)
+    run = functools.partial(step_logits, decoder, method)
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     return Program(run, (decoder.abstract_params, state, tokens), donated=(1,))
 
 
-def decode_specs(program: Program) -> tuple[Any, ...]:
-    """How a `decode_step` is sharded: matrices by their outputs, state by heads."""
+def decode_specs(program: Program, mesh: Mesh) -> tuple[Any, ...]:
+    """How the arguments of a `decode_step` lie on a mesh."""
     params, state, _ = program.shapes
-    matrices = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), HEADS_AXIS), params)
-    return matrices, by_heads(state), P()
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, x: parameter_spec(dotted(path), x.shape, mesh), params
+    )
+    cache = specs_by_rank(state.cache, CACHE)
+    return weights, replace(specs_by_rank(state, HEADS), cache=cache), ROWS
 
 
 def copies_of(compiled: jax.stages.Compiled, elements: int) -> list[str]:
@@ -329,7 +292,7 @@ def row_of(chip: str, name: str, build: Callable[[Mesh], Program], devices: int)
     row = {"chip": chip, "program": name, "devices": devices, "error": None}
     try:
         program = build(mesh)
-        specs = decode_specs(program) if devices > 1 else None
+        specs = decode_specs(program, mesh) if devices > 1 else None
         compiled = compile_for(mesh, program, specs)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return {**row, "error": str(error).splitlines()[0]}

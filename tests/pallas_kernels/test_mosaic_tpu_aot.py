@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import tpu_static
 from benchmarks.tpu_static import (
-    HEADS_AXIS,
     OPS,
     Program,
     Sizes,
-    by_heads,
     compile_for,
     copies_of,
     decode_specs,
@@ -26,8 +24,9 @@ from benchmarks.tpu_static import (
     mesh_of,
     op_program,
 )
-from pallas_kernels.retopk_step import Remembered, ReTopKStep
+from pallas_kernels.retopk_step import ReTopKStep
 from retopk_jax.attention import ExactTopK, ReTopK
+from retopk_jax.sharding import HEADS, specs_by_rank
 
 pytestmark = [
     pytest.mark.aot,
@@ -97,9 +96,9 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_heads_are_sharded_over_four_chips(chip: str) -> None:
     mesh, program = mesh_of(chip, 4), op_program("retopk_step")
-    specs, heads = by_heads(program.shapes), P(None, HEADS_AXIS)
-    remembered: Any = (heads, heads, P(), heads, heads)
-    outs: Any = (heads, Remembered(*remembered), heads, heads, heads, heads)
+    both, q, remembered, *rows, _ = specs_by_rank(program.shapes, HEADS)
+    specs = (both, q, remembered, *rows, P())  # tau is one number
+    outs: Any = (HEADS, remembered, HEADS, HEADS, HEADS, HEADS)
     run = jax.shard_map(
         program.run,
         mesh=mesh,
@@ -119,7 +118,7 @@ def test_heads_are_sharded_over_four_chips(chip: str) -> None:
 def test_decode_step_at_128k_copies_no_cache(chip: str, devices: int) -> None:
     mesh = mesh_of(chip, devices)
     program = decode_step(ReTopK(), mesh, layers=28, slots=131072)
-    specs = decode_specs(program) if devices > 1 else None
+    specs = decode_specs(program, mesh) if devices > 1 else None
     compiled = compile_for(mesh, program, specs)
     assert_on_kernels(compiled, 3 * 28)
     assert temporary(compiled) < 100e6
