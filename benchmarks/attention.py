@@ -34,10 +34,9 @@ from benchmarks.kernel_workload import (
 )
 from benchmarks.timed_rows import Measured, Row, Table, options
 from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
-from pallas_kernels.exact_support import exact_support
+from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.full_attention import full_attention
 from pallas_kernels.prefill_supports import prefill_supports
-from pallas_kernels.sparse_attend import sparse_attend
 from retopk_jax.attention import ReTopK
 from retopk_jax.prefill_attention import prompt_attention
 
@@ -61,10 +60,15 @@ def exact_attend(implementation: str | None) -> Callable[[jax.Array, Layer], jax
 
     def attend(q: jax.Array, layer: Layer) -> jax.Array:
         wanted = jnp.ones(q.shape[:2], jnp.bool_)
-        support, scores = exact_support(
-            q, layer.keys, layer.lengths, wanted, budget=BUDGET, implementation=implementation
-        )
-        return sparse_attend(layer.values, support, scores)
+        return exact_attention(
+            q,
+            layer.keys,
+            layer.values,
+            layer.lengths,
+            wanted,
+            budget=BUDGET,
+            implementation=implementation,
+        )[0]
 
     return attend
 

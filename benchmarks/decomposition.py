@@ -32,14 +32,13 @@ PARTS = {
     "retopk_finish": "selection, output and push",
     "exact_scan": "scan",
     "exact_filter": "filter",
-    "exact_select": "selection",
-    "sparse_attend": "output",
+    "exact_finish": "selection and output",
     "full_attention": "attention",
     "full_attention_combine": "combination",
 }
 """Kernel name to the part of the method that it is; a kernel of these ops without a name here is a
 part of its own, and all other kernels only feed the steps."""
-OPS = ("retopk", "exact", "sparse_attend", "full_attention")
+OPS = ("retopk", "exact", "full_attention")
 """What names of the ops' kernels begin with."""
 
 
@@ -96,7 +95,7 @@ def floor_rows(kernel: str, length: int, taus: np.ndarray | None) -> float | Non
     return {
         "exact_scan": everything,
         "full_attention": 2 * everything,
-        "sparse_attend": kept,
+        "exact_finish": kept,
         "retopk_finish": kept,
     }.get(kernel)
 

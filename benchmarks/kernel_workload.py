@@ -111,6 +111,7 @@ def loop_size(layers: int) -> dict[str, int]:
 
 def time_method(attend: Any, layers: list[Layer]) -> float:
     """Time of a step of a method without state; ``attend(q, layer)`` gives the output."""
+    attend = jax.jit(attend)  # traced once for all steps
 
     def step(
         chain: Chain, layer: Layer, carried: tuple[()], number: jax.Array, _: int
@@ -181,6 +182,7 @@ def time_retopk(
         rings: what is remembered; copied.
         take: a step.
     """
+    take = jax.jit(take)  # traced once for all steps
 
     def step(
         chain: Chain, layer: Layer, remembered: Remembered, number: jax.Array, i: int

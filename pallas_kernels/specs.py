@@ -203,6 +203,9 @@ def _of_op(op: str, name: str, shape: Shape, p: dict[str, Any]) -> Spec:
     if op == "exact_support":
         args = (p["q"], p["keys"], p["lengths"], p["wanted"])
         return Spec(op, name, args, {"budget": shape.k})
+    if op == "exact_attention":
+        args = (p["q"], p["keys"], p["values"], p["lengths"], p["wanted"])
+        return Spec(op, name, args, {"budget": shape.k})
     if op == "full_attention":
         return Spec(op, name, (p["q"], p["keys"], p["values"], p["lengths"]), {})
     if op == "prefill_supports":
@@ -230,6 +233,7 @@ OPS = (
     "support_scores",
     "sparse_attend",
     "exact_support",
+    "exact_attention",
     "full_attention",
     "prefill_supports",
     "retopk_step",

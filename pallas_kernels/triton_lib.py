@@ -29,6 +29,8 @@ INFINITE = 0x7F800000
 
 Array = jax.Array
 Ref = Any
+Count = Callable[[Array, Array], tuple[Array, Array]]
+"""Numbers of keys that are at least each of two probes."""
 
 
 def round_up(n: int) -> int:
@@ -123,7 +125,7 @@ def finite_scores(dots: Array, scale: float, valid: Array) -> Array:
 
 
 def largest_threshold(
-    count: Callable[[Array, Array], tuple[Array, Array]],
+    count: Count,
     low: Array,
     count_low: Array,
     high: Array,
@@ -138,7 +140,7 @@ def largest_threshold(
     fourth round halves the bracket of keys instead, so that it always ends.
 
     Args:
-        count: numbers of keys that are at least each of two probes.
+        count: see `Count`.
         low: a key that at least ``budget`` keys reach, or that all reach.
         count_low: number of keys that reach ``low``.
         high: a key that none reaches, or fewer than ``budget``.
@@ -182,7 +184,7 @@ def largest_threshold(
 
 
 def threshold_within(
-    count: Callable[[Array, Array], tuple[Array, Array]],
+    count: Count,
     low: Array,
     valid: Array,
     highest: Array,
@@ -220,50 +222,87 @@ def count_pair(keys: Array, first: Array, second: Array) -> tuple[Array, Array]:
     return packed & 0xFFFF, packed >> 16
 
 
+def threshold_of(
+    pieces: Sequence[Array], budget: int, spare: int = 0, *, finite: bool = False
+) -> tuple[Array, Array]:
+    """`largest_threshold` of the keys above `NOTHING` in all pieces (of fewer than 2**15 keys).
+
+    Args:
+        pieces: keys.
+        budget: K.
+        spare: see `largest_threshold`.
+        finite: whether no key is `INFINITE`.
+    """
+    lowest, highest = jnp.int32(LAST), jnp.int32(NOTHING)
+    valid, infinite = jnp.int32(0), jnp.int32(0)
+    for keys in pieces:
+        lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
+        bounded = keys if finite else jnp.where(keys < INFINITE, keys, NOTHING)
+        highest = jnp.maximum(highest, jnp.max(bounded))
+        hits = jnp.where(keys > NOTHING, 1, 0)
+        if not finite:
+            hits += jnp.where(keys == INFINITE, 1 << 16, 0)
+        packed = jnp.sum(hits)
+        valid, infinite = valid + (packed & 0xFFFF), infinite + (packed >> 16)
+
+    def count(first: Array, second: Array) -> tuple[Array, Array]:
+        one, two = jnp.int32(0), jnp.int32(0)
+        for keys in pieces:
+            here, there = count_pair(keys, first, second)
+            one, two = one + here, two + there
+        return one, two
+
+    return threshold_within(count, lowest, valid, highest, infinite, budget, spare)
+
+
 class Picked(NamedTuple):
     """The best of some keys.
 
     Attributes:
-        mask: which keys.
+        places: by piece, the position of every picked key among the picked, else −1.
         number: how many.
     """
 
-    mask: Array
+    places: list[Array]
     number: Array
 
 
-def threshold_of(keys: Array, budget: int, spare: int = 0) -> tuple[Array, Array]:
-    """`largest_threshold` of the keys above `NOTHING` (of fewer than 2**15 keys)."""
-    lowest = jnp.min(jnp.where(keys > NOTHING, keys, LAST))
-    highest = jnp.max(jnp.where(keys < INFINITE, keys, NOTHING))
-    valid, infinite = count_pair(keys, jnp.int32(NOTHING + 1), jnp.int32(INFINITE))
-    return threshold_within(
-        lambda first, second: count_pair(keys, first, second),
-        lowest,
-        valid,
-        highest,
-        infinite,
-        budget,
-        spare,
+def pick(pieces: Sequence[Array], budget: int, *, finite: bool = False) -> Picked:
+    """Exact top-``budget`` of int32 keys, never `NOTHING`; ties to the earlier position.
+
+    Args:
+        pieces: keys ``[n]``, each piece after the one before it.
+        budget: K.
+        finite: whether no key is `INFINITE`.
+    """
+    threshold, reached = threshold_of(pieces, budget, finite=finite)
+
+    def break_ties() -> list[Array]:
+        room = jnp.int32(budget)
+        for keys in pieces:
+            room -= jnp.sum(jnp.where(keys > threshold, 1, 0))
+        masks = []
+        for keys in pieces:
+            tied = jnp.where(keys == threshold, 1, 0)
+            first = (tied > 0) & (jnp.cumsum(tied) <= room)
+            masks.append(((keys > threshold) | first).astype(jnp.int32))
+            room -= jnp.sum(tied)
+        return masks
+
+    masks = lax.cond(
+        reached > budget,
+        break_ties,
+        lambda: [jnp.where(keys >= threshold, 1, 0) for keys in pieces],
     )
-
-
-def pick(keys: Array, budget: int) -> Picked:
-    """Exact top-``budget`` of int32 keys ``[n]``, never `NOTHING`; ties to the earlier position."""
-    threshold, reached = threshold_of(keys, budget)
-
-    def break_ties() -> Array:
-        above = jnp.sum(jnp.where(keys > threshold, 1, 0))
-        tied = jnp.where(keys == threshold, 1, 0)
-        return (keys > threshold) | ((tied > 0) & (above + jnp.cumsum(tied) <= budget))
-
-    mask = lax.cond(reached > budget, break_ties, lambda: keys >= threshold)
-    return Picked(mask, jnp.minimum(reached, budget))
-
-
-def positions_of(mask: Array) -> Array:
-    """Position of every set lane among the set lanes."""
-    return jnp.cumsum(jnp.where(mask, 1, 0)) - 1
+    number = jnp.minimum(reached, budget)
+    places, start = [], jnp.int32(0)
+    for i, mask in enumerate(masks):
+        if 0 < i == len(masks) - 1:  # a short piece last: its own number is found sooner
+            start = number - jnp.sum(mask)
+        places.append(jnp.where(mask > 0, start + jnp.cumsum(mask) - 1, -1))
+        if i < len(masks) - 2:
+            start += jnp.sum(mask)
+    return Picked(places, number)
 
 
 def warps_for(elements: int, *, each: int, least: int = 1, most: int = 16) -> int:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import exact_attention as exact_attention_op
 from pallas_kernels import exact_support as exact_op
 from pallas_kernels import full_attention as full_op
 from pallas_kernels import prefill_supports as prefill_op
@@ -81,6 +82,23 @@ def exact_support(
         return exact_op.exact_support(q, keys, lengths, wanted, budget=budget)
     local = exact_op.exact_support(q, keys, _local_lengths(keys, lengths), wanted, budget=budget)
     return _merge(keys, *local, budget)
+
+
+def exact_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    wanted: jax.Array,
+    *,
+    budget: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.exact_attention.exact_attention`."""
+    if ways(SEQUENCE) == 1:
+        op = exact_attention_op.exact_attention
+        return op(q, keys, values, lengths, wanted, budget=budget)
+    support, scores = exact_support(q, keys, lengths, wanted, budget=budget)
+    return sparse_attend(values, support, scores), support
 
 
 def support_scores(q: jax.Array, keys: jax.Array, support: jax.Array) -> jax.Array:

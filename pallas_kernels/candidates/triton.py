@@ -29,6 +29,9 @@ WARPS = 4
 _BLOCK = 32 * WARPS
 """Candidates that a program handles at a time: one a thread."""
 
+_PARTS = 16
+"""Parts of a support of which the search finds the right one with independent reads."""
+
 
 class Split(NamedTuple):
     """How the candidates of a head are split over programs.
@@ -64,10 +67,14 @@ def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[
         return lax.bitcast_convert_type(token, jnp.uint32)
 
     below = jnp.zeros(tokens.shape, jnp.int32)
-    step = round_up(budget) // 2
-    while step:
-        below = jnp.where(at(below + (step - 1)) < wanted, below + step, below)
+    step = round_up(budget)
+    if step > _PARTS:  # at once, and the reads touch every line of the support
+        step //= _PARTS
+        for last in range(step - 1, min(budget, step * (_PARTS - 1)), step):
+            below += jnp.where(at(jnp.int32(last)) < wanted, step, 0)
+    while step > 1:
         step //= 2
+        below = jnp.where(at(below + (step - 1)) < wanted, below + step, below)
     last = at(below)
     below = jnp.where(last < wanted, below + 1, below)
     return jnp.where(slot < 0, 0, below), (last == wanted) & (slot >= 0)

@@ -1,8 +1,8 @@
 """Exact support as three Triton kernels: nothing is sorted, and few scores are read twice.
 
 1. The scan multiplies tiles of keys with all the queries that share a key-value head. It writes
-   the scores, and the largest score of every block of keys.
-2. The filter finds a score that the largest scores of at least K blocks reach, by counting. At
+   the scores, and the largest score of every set of keys.
+2. The filter finds a score that the largest scores of at least K sets reach, by counting. At
    least K keys reach it, so it is a lower bound of the K-th score. Programs split the keys and
    list those that reach it: some more than K.
 3. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.select.triton import pad_support, write_picked
+from pallas_kernels.select.triton import Destination, Listing, write_picked
 from pallas_kernels.triton_lib import (
     INFINITE,
     LAST,
@@ -36,32 +36,30 @@ from pallas_kernels.triton_lib import (
     threshold_within,
 )
 
-_FILTERED = 1024
-"""Keys that a program of the filter holds."""
+_FILTERED = 4096
+"""Scores that a program of the filter holds."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
 _SURVIVORS = 2048
-"""Listed keys that a selection holds in registers."""
-_CHUNK = 128
-"""Listed keys that it reads at a time, again and again, when there are more."""
+"""Listed keys that a selection holds; it reads more in parts of that size, again and again."""
 
 
-def _blocks(budget: int) -> int:
-    """Blocks of keys whose largest scores make a tight bound."""
+def _sets(budget: int) -> int:
+    """Sets of keys whose largest scores make a tight bound."""
     return max(1024, 2 * round_up(budget))
 
 
 def _stretch(rows: int, stored: int) -> int:
     """Keys that a program of the filter reads."""
-    return max(_FILTERED, round_up(-(-stored // max(4, _FILTERS // rows))))
+    return max(min(1024, _FILTERED), round_up(-(-stored // max(4, _FILTERS // rows))))
 
 
 class Scan(NamedTuple):
     """How a scan and its filter are split over programs.
 
     Attributes:
-        block: keys that share a largest score.
-        merged: blocks that the filter takes as one.
+        block: neighbouring keys of a set.
+        merged: tiles whose blocks at the same place make one set.
         tile: keys that a program multiplies at a time.
         tiles: tiles of a program.
         programs: programs of a key-value head.
@@ -69,6 +67,7 @@ class Scan(NamedTuple):
         stages: of the pipeline that loads tiles.
         stretch: keys that a program of the filter reads.
         stretches: programs of the filter for a query.
+        kept: listed keys that the selection holds.
     """
 
     block: int
@@ -80,6 +79,7 @@ class Scan(NamedTuple):
     stages: int
     stretch: int
     stretches: int
+    kept: int
 
     @classmethod
     def of(
@@ -97,16 +97,15 @@ class Scan(NamedTuple):
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
-        wide = max(8, round_up(-(-stored // _blocks(budget))))
+        wide = max(8, round_up(-(-stored // _sets(budget))))
         block = min(32, wide)  # in the scan: held by one warp
-        check(-(-stored // block) <= 2**15, "up to 1,048,576 stored tokens")
         held = 16384 // (round_up(dim) * dtype.itemsize)
         tile = max(block, min(64, max(16, held)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
         stretch = _stretch(groups * each, stored)
-        return cls(
+        split = cls(
             block=block,
-            merged=min(8, wide // block),
+            merged=min(tiles, wide // block),
             tile=tile,
             tiles=tiles,
             programs=-(-stored // (tile * tiles)),
@@ -114,29 +113,54 @@ class Scan(NamedTuple):
             stages=3,
             stretch=stretch,
             stretches=-(-stored // stretch),
+            kept=max(_SURVIVORS, 2 * round_up(budget)),
         )
+        check(split.sets < 2**15, "up to 16,777,216 stored tokens")
+        check(split.kept < 2**15, "up to 8,192 tokens kept")
+        return split
 
     @classmethod
     def of_scores(cls, rows: int, stored: int, budget: int) -> "Scan":
         """The filter's part, for ``rows`` of ``stored`` scores that are there already."""
         stretch = _stretch(rows, stored)
+        block = max(8, round_up(-(-stored // _sets(budget))))
+        kept = max(_SURVIVORS, 2 * round_up(budget))
+        check(kept < 2**15, "up to 8,192 tokens kept")
         return cls(
-            block=max(8, round_up(-(-stored // _blocks(budget)))),
+            block=block,
             merged=1,
-            tile=0,
-            tiles=0,
-            programs=0,
+            tile=block,
+            tiles=1,
+            programs=-(-stored // block),
             warps=0,
             stages=0,
             stretch=stretch,
             stretches=-(-stored // stretch),
+            kept=kept,
         )
 
+    @property
+    def columns(self) -> int:
+        """Blocks of a tile."""
+        return self.tile // self.block
+
+    @property
+    def sets(self) -> int:
+        """Sets of keys: those of every program follow each other."""
+        return self.programs * -(-self.tiles // self.merged) * self.columns
+
+    def first_key(self, index: Array) -> Array:
+        """The first key of the tiles in which a set lies."""
+        turn = index // self.columns
+        turns = -(-self.tiles // self.merged)
+        tile = turn // turns * self.tiles + turn % turns * self.merged
+        return tile * self.tile
+
     def outputs(self, rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
-        """What `scan_keys` writes: scores, and the largest of every block."""
+        """What `scan_keys` writes: scores, and the largest of every set."""
         return [
             jax.ShapeDtypeStruct((rows, stored), jnp.float32),
-            jax.ShapeDtypeStruct((rows, -(-stored // self.block)), jnp.float32),
+            jax.ShapeDtypeStruct((rows, self.sets), jnp.float32),
         ]
 
     def lists(self, rows: int) -> list[jax.ShapeDtypeStruct]:
@@ -152,7 +176,7 @@ def scan_keys(
     keys_ref: Ref,  # [BG, S, D]
     lengths_ref: Ref,  # [BH]
     scores_ref: Ref,  # [BH, S]
-    highest_ref: Ref,  # [BH, S / block]
+    highest_ref: Ref,  # [BH, sets]
     group: Array,
     program: Array,
     split: Scan,
@@ -161,7 +185,7 @@ def scan_keys(
     dim = q_ref.shape[1]
     tile, tiles = split.tile, split.tiles
     groups, stored, _ = keys_ref.shape
-    block = split.block
+    block, columns = split.block, split.columns
     each = q_ref.shape[0] // groups
     lane = lax.iota(jnp.int32, max(16, round_up(each)))
     rows = group * each + lane
@@ -183,7 +207,10 @@ def scan_keys(
         q = q.astype(dtype)
         precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None  # no TF32
 
-        def body(i: Array, carry: Array) -> Array:
+        steps = jnp.minimum(tiles, (longest - start + (tile - 1)) // tile)
+
+        def body(i: Array, highest: Array) -> Array:
+            turn, place = i // split.merged, lax.rem(i, jnp.int32(split.merged))
             first = start + i * tile
             token = first + lax.iota(jnp.int32, tile)
             mask = None
@@ -207,25 +234,26 @@ def scan_keys(
                 token[None, :],
                 mask=wanted & (token < stored)[None, :] if stored % tile else wanted,
             )
-            highest = jnp.max(scores.reshape(lane.shape[0], tile // block, block), axis=2)
-            at = program * (tile * tiles // block) + i * (tile // block)
-            at += lax.iota(jnp.int32, tile // block)
+            here = jnp.max(scores.reshape(lane.shape[0], columns, block), axis=2)
+            highest = jnp.where(place == 0, here, jnp.maximum(highest, here))
+            at = program * (split.sets // split.programs) + turn * columns
             store_at(
                 highest_ref,
                 highest,
                 rows[:, None],
-                at[None, :],
-                mask=wanted & (at < highest_ref.shape[1])[None, :],
+                (at + lax.iota(jnp.int32, columns))[None, :],
+                mask=(lengths > start + turn * (split.merged * tile))[:, None]
+                & ((place == split.merged - 1) | (i == steps - 1)),
             )
-            return carry
+            return highest
 
-        left = (longest - start + (tile - 1)) // tile
-        lax.fori_loop(0, jnp.minimum(tiles, left), body, jnp.int32(0))
+        none = jnp.full((lane.shape[0], columns), -float("inf"), jnp.float32)
+        lax.fori_loop(0, steps, body, none)
 
 
 def filter_keys(
     all_scores_ref: Ref,  # [BH, S]
-    highest_ref: Ref,  # [BH, S / block]
+    highest_ref: Ref,  # [BH, sets]
     tokens_ref: Ref,  # [BH, P * stretch]
     counts_ref: Ref,  # [BH, P]
     row: Array,
@@ -233,9 +261,12 @@ def filter_keys(
     length: Array,
     split: Scan,
     budget: int,
+    *,
+    finite: bool,
 ) -> None:
     """Lists the keys of one stretch that may be among the K best of one query."""
     start = program * split.stretch
+    size = min(split.stretch, _FILTERED)
 
     @pl.when(start >= length)
     def _() -> None:
@@ -243,26 +274,31 @@ def filter_keys(
 
     @pl.when(start < length)
     def _() -> None:
-        lane = lax.iota(jnp.int32, max(1, round_up(highest_ref.shape[1]) // split.merged))
-        known = (length + (split.block - 1)) // split.block
-        highest = jnp.full(lane.shape, -float("inf"), jnp.float32)
-        for i in range(split.merged):  # in threads' own registers, unlike a reduction of an axis
-            at = lane * split.merged + i
-            part = load_at(highest_ref, row, at, mask=at < known, other=-float("inf"))
-            highest = jnp.maximum(highest, part)
-        bound, reached = threshold_of(order_key(highest), budget, spare=max(1, budget // 4))
+        def load(i: Array | int) -> Listing:
+            token = start + i * size + lax.iota(jnp.int32, size)
+            score = load_at(all_scores_ref, row, token, mask=token < length, other=-float("inf"))
+            return Listing(token, score)
+
+        first = load(0)  # before the bound is known: the search hides the wait
+        lane = lax.iota(jnp.int32, round_up(split.sets))
+        known = (lane < split.sets) & (split.first_key(lane) < length)
+        highest = load_at(highest_ref, row, lane, mask=known, other=-float("inf"))
+        bound, reached = threshold_of(
+            [order_key(highest)], budget, spare=max(1, budget // 4), finite=finite
+        )
         bound = jnp.where(reached < budget, NOTHING + 1, bound)
 
-        def keep(i: Array, kept: Array) -> Array:
-            token = start + i * _FILTERED + lax.iota(jnp.int32, _FILTERED)
-            score = load_at(all_scores_ref, row, token, mask=token < length, other=-float("inf"))
-            reach = order_key(score) >= bound
+        def keep(part: Listing, kept: Array) -> Array:
+            reach = order_key(part.scores) >= bound
             ones = jnp.where(reach, 1, 0)
             place = start + kept + jnp.cumsum(ones) - 1
-            store_at(tokens_ref, token, row, place, mask=reach)
+            store_at(tokens_ref, part.tokens, row, place, mask=reach)
             return kept + jnp.sum(ones)
 
-        counts_ref[row, program] = lax.fori_loop(0, split.stretch // _FILTERED, keep, jnp.int32(0))
+        kept = keep(first, jnp.int32(0))
+        if split.stretch > size:
+            kept = lax.fori_loop(1, split.stretch // size, lambda i, n: keep(load(i), n), kept)
+        counts_ref[row, program] = kept
 
 
 def select_listed(
@@ -270,13 +306,14 @@ def select_listed(
     tokens_ref: Ref,  # [BH, P * stretch]
     counts_ref: Ref,  # [BH, P]
     starts_ref: Ref,  # [BH, P] scratch
-    support_ref: Ref,  # [BH, K]
-    scores_ref: Ref,  # [BH, K]
     row: Array,
     split: Scan,
+    to: Destination,
+    *,
+    finite: bool,
 ) -> None:
     """Exact top-K of one query among the keys that `filter_keys` listed."""
-    budget = support_ref.shape[1]
+    budget, size = to.budget, split.kept
     stretches = round_up(split.stretches)
     part = lax.iota(jnp.int32, stretches)
     inside = part < split.stretches
@@ -285,8 +322,8 @@ def select_listed(
     store_at(starts_ref, jnp.cumsum(counts) - counts, row, part, mask=inside)
     barrier()
 
-    def load(i: Array, size: int) -> tuple[Array, Array]:
-        """Tokens and scores of the i-th part of the concatenated lists."""
+    def load(i: Array | int) -> Listing:
+        """The i-th part of the concatenated lists."""
         position = i * size + lax.iota(jnp.int32, size)
         stretch = jnp.zeros(position.shape, jnp.int32)
         step = stretches // 2
@@ -300,50 +337,49 @@ def select_listed(
         place = stretch * split.stretch + offset
         token = load_at(tokens_ref, row, place, mask=there, other=0)
         score = load_at(all_scores_ref, row, token, mask=there, other=-float("inf"))
-        return token, score
+        return Listing(token, score)
 
-    @pl.when(listed <= _SURVIVORS)
+    @pl.when(listed <= size)
     def _() -> None:
-        token, score = load(jnp.int32(0), _SURVIVORS)
-        write_picked(token, score, support_ref, scores_ref, row)
+        write_picked([load(0)], to, finite=finite)
 
-    @pl.when(listed > _SURVIVORS)
+    @pl.when(listed > size)
     def _() -> None:
-        parts = (listed + (_CHUNK - 1)) // _CHUNK
+        parts = (listed + (size - 1)) // size
 
         def count(first: Array, second: Array) -> tuple[Array, Array]:
             def add(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-                one, two = count_pair(order_key(load(i, _CHUNK)[1]), first, second)
+                one, two = count_pair(order_key(load(i).scores), first, second)
                 return counts[0] + one, counts[1] + two
 
             return lax.fori_loop(0, parts, add, (jnp.int32(0), jnp.int32(0)))
 
         def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            key = order_key(load(i, _CHUNK)[1])
+            key = order_key(load(i).scores)
             lowest = jnp.min(jnp.where(key > NOTHING, key, LAST))
             highest = jnp.max(jnp.where(key < INFINITE, key, NOTHING))
             return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], highest)
 
         low, highest = lax.fori_loop(0, parts, widen, (jnp.int32(LAST), jnp.int32(NOTHING)))
-        infinite, _ = count(jnp.int32(INFINITE), jnp.int32(INFINITE))
+        infinite = jnp.int32(0)
+        if not finite:
+            infinite, _ = count(jnp.int32(INFINITE), jnp.int32(INFINITE))
         threshold, reached = threshold_within(count, low, listed, highest, infinite, budget)
         above, _ = count(threshold + 1, threshold + 1)
         room = jnp.where(reached > budget, budget - above, LAST)
 
         def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             written, ties = carry
-            token, score = load(i, _CHUNK)
-            key = order_key(score)
+            part = load(i)
+            key = order_key(part.scores)
             tied = jnp.where(key == threshold, 1, 0)
             mask = (key > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
             ones = jnp.where(mask, 1, 0)
-            place = written + jnp.cumsum(ones) - 1
-            store_at(support_ref, token, row, place, mask=mask)
-            store_at(scores_ref, score, row, place, mask=mask)
+            to.put(written + jnp.cumsum(ones) - 1, part.tokens, part.scores, mask)
             return written + jnp.sum(ones), ties + jnp.sum(tied)
 
         written, _ = lax.fori_loop(0, parts, emit, (jnp.int32(0), jnp.int32(0)))
-        pad_support(support_ref, scores_ref, row, written)
+        to.pad(written)
 
 
 FILTER_WARPS = 4
@@ -353,7 +389,7 @@ SELECT_WARPS = 8
 def run_scan(
     q: jax.Array, keys: jax.Array, lengths: jax.Array, split: Scan
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores ``[BH, S]`` and largest scores ``[BH, S / block]``, as `scan_keys` writes them."""
+    """Scores ``[BH, S]`` and largest scores ``[BH, sets]``, as `scan_keys` writes them."""
     groups = keys.shape[0]
 
     def kernel(
@@ -361,7 +397,7 @@ def run_scan(
         keys_ref: Ref,  # [BG, S, D]
         lengths_ref: Ref,  # [BH]
         scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
+        highest_ref: Ref,  # [BH, sets]
     ) -> None:
         group, program = pl.program_id(0), pl.program_id(1)
         scan_keys(q_ref, keys_ref, lengths_ref, scores_ref, highest_ref, group, program, split)
@@ -377,14 +413,20 @@ def run_scan(
 
 
 def run_filter(
-    scores: jax.Array, highest: jax.Array, lengths: jax.Array, split: Scan, budget: int
+    scores: jax.Array,
+    highest: jax.Array,
+    lengths: jax.Array,
+    split: Scan,
+    budget: int,
+    *,
+    finite: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens ``[BH, P * stretch]`` and their numbers ``[BH, P]``, as `filter_keys` writes them."""
     rows = lengths.shape[0]
 
     def kernel(
         all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
+        highest_ref: Ref,  # [BH, sets]
         lengths_ref: Ref,  # [BH]
         tokens_ref: Ref,  # [BH, P * stretch]
         counts_ref: Ref,  # [BH, P]
@@ -401,6 +443,7 @@ def run_filter(
             length,
             split,
             budget,
+            finite=finite,
         )
 
     return call(
@@ -419,6 +462,8 @@ def run_select(
     lengths: jax.Array,
     split: Scan,
     budget: int,
+    *,
+    finite: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Support and scores ``[BH, K]``, as `select_listed` writes them; none for length 0."""
     rows = lengths.shape[0]
@@ -433,24 +478,17 @@ def run_select(
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row = pl.program_id(0)
-        length = lengths_ref[row]
+        to = Destination(support_ref, scores_ref, row)
 
-        @pl.when(length > 0)
+        @pl.when(lengths_ref[row] > 0)
         def _() -> None:
             select_listed(
-                all_scores_ref,
-                tokens_ref,
-                counts_ref,
-                starts_ref,
-                support_ref,
-                scores_ref,
-                row,
-                split,
+                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, split, to, finite=finite
             )
 
-        @pl.when(length <= 0)
+        @pl.when(lengths_ref[row] <= 0)
         def _() -> None:
-            pad_support(support_ref, scores_ref, row, jnp.int32(0))
+            to.pad(jnp.int32(0))
 
     support, kept, _ = call(
         kernel,
@@ -484,8 +522,8 @@ def exact_rows(
     groups, stored, _ = keys.shape
     split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
     scores, highest = run_scan(q, keys, lengths, split)
-    tokens, counts = run_filter(scores, highest, lengths, split, budget)
-    return run_select(scores, tokens, counts, lengths, split, budget)
+    tokens, counts = run_filter(scores, highest, lengths, split, budget, finite=True)
+    return run_select(scores, tokens, counts, lengths, split, budget, finite=True)
 
 
 def exact_support(

@@ -66,14 +66,17 @@ def match_ring(
     known = (c < capacity) & (age < pushed) & usable
     rho = jnp.where(known, rho, -float("inf"))
     rho_max = jnp.max(rho)
+    before = (rho[None, :] > rho[:, None]) | (
+        (rho[None, :] == rho[:, None]) & (age[None, :] < age[:, None])
+    )
+    rank = jnp.sum(jnp.where(before, 1, 0), axis=1)
     slots = []
-    for _ in range(entries):
-        best = jnp.max(rho)
-        youngest = jnp.min(jnp.where(rho == best, age, capacity))
-        slot = newest - youngest
-        slot = jnp.where(slot < 0, slot + capacity, slot)
-        slots.append(jnp.where(best > -float("inf"), slot, -1))
-        rho = jnp.where(age == youngest, -float("inf"), rho)
+    for first in range(0, entries, 4):  # four slots a number: at most 128, and 0 for none
+        place = rank - first
+        here = (rho > -float("inf")) & (place >= 0) & (place < 4)
+        packed = jnp.sum(jnp.where(here, (c + 1) << (8 * jnp.where(here, place, 0)), 0))
+        for i in range(min(4, entries - first)):
+            slots.append(((packed >> (8 * i)) & 0xFF) - 1)
     return RingMatch(qbar, slots, rho_max)
 
 

@@ -34,10 +34,9 @@ from pallas_kernels.retopk_step.types import (
     Remembered,
     ReTopKStep,
 )
-from pallas_kernels.select.triton import pad_support, select_slots
+from pallas_kernels.select.triton import Destination, load_slots, write_picked
 from pallas_kernels.sparse_attend.triton import attend_support, splits
 from pallas_kernels.triton_lib import (
-    Array,
     Ref,
     barrier,
     call,
@@ -46,18 +45,6 @@ from pallas_kernels.triton_lib import (
     round_up,
     store_at,
 )
-
-
-def _push_support(
-    support_ref: Ref,  # [BH, K]
-    supports_ref: Ref,  # [BH, C, K]
-    row: Array,
-    pushed: Array,
-) -> None:
-    capacity, budget = supports_ref.shape[1:]
-    k = lax.iota(jnp.int32, round_up(budget))
-    support = load_at(support_ref, row, k, mask=k < budget, other=-1)
-    store_at(supports_ref, support, row, pushed % capacity, k, mask=k < budget)
 
 
 def retopk_step(
@@ -173,7 +160,7 @@ def retopk_step(
 
     scan = Scan.of(scans, each, stored, dim, keys.dtype, budget)
     all_scores, highest = run_scan(flat_q, flat_keys, scan_lengths, scan)
-    tokens, counts = run_filter(all_scores, highest, scan_lengths, scan, budget)
+    tokens, counts = run_filter(all_scores, highest, scan_lengths, scan, budget, finite=True)
     pieces = splits(rows, dim)
 
     def finish(
@@ -203,50 +190,42 @@ def retopk_step(
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        pushed = pushed_ref[row // heads]
         reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
+        slot = pushed_ref[row // heads] % capacity
+        candidate_slots = load_slots(ids_ref, candidate_scores_ref, row)  # also of a scan: sooner
+        to = Destination(support_ref, scores_ref, row, new_supports_ref, slot)
+
+        @pl.when((reuse_length + scan_length > 0) & (split == 0))
+        def _() -> None:
+            d = lax.iota(jnp.int32, round_up(dim))
+            qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
+            store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
+            path = path_ref[row]
+            new_paths_ref[row, path] = paths_ref[row, path] + 1
+            unique = jnp.int32(0)
+            for piece in candidate_slots:
+                unique += jnp.sum(jnp.where(piece.tokens >= 0, 1, 0))
+            unique = jnp.where(reuse_length > 0, unique, 0)
+            unique_ref[row] = unique
+            new_total_ref[row] = total_ref[row] + unique
 
         @pl.when(reuse_length > 0)
         def _() -> None:
-            unique = select_slots(ids_ref, candidate_scores_ref, support_ref, scores_ref, row)
-
-            @pl.when(split == 0)
-            def _() -> None:
-                unique_ref[row] = unique
-                new_total_ref[row] = total_ref[row] + unique
-
-        @pl.when((reuse_length <= 0) & (split == 0))
-        def _() -> None:
-            unique_ref[row] = 0
+            write_picked(candidate_slots, to, finite=True)
 
         @pl.when(scan_length > 0)
         def _() -> None:
             select_listed(
-                all_scores_ref,
-                tokens_ref,
-                counts_ref,
-                starts_ref,
-                support_ref,
-                scores_ref,
-                row,
-                scan,
+                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to, finite=True
             )
 
         @pl.when(reuse_length + scan_length <= 0)
         def _() -> None:
-            pad_support(support_ref, scores_ref, row, jnp.int32(0))
+            Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
+            unique_ref[row] = 0
 
         barrier()
         attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
-
-        @pl.when((reuse_length + scan_length > 0) & (split == 0))
-        def _() -> None:
-            _push_support(support_ref, new_supports_ref, row, pushed)
-            d = lax.iota(jnp.int32, round_up(dim))
-            qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
-            store_at(new_queries_ref, qbar, row, pushed % capacity, d, mask=d < dim)
-            path = path_ref[row]
-            new_paths_ref[row, path] = paths_ref[row, path] + 1
 
     queries, supports, paths, total, out, support, unique, *_ = call(
         finish,

@@ -1,5 +1,8 @@
 """Select as a Triton kernel: one program a head finds the K-th score and writes what reaches it."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,59 +16,109 @@ from pallas_kernels.triton_lib import (
     load_at,
     order_key,
     pick,
-    positions_of,
     round_up,
     store_at,
     warps_for,
 )
 
 
-def pad_support(
-    support_ref: Ref,  # [BH, K]
-    scores_ref: Ref,  # [BH, K]
-    row: Array,
-    picked: Array,
-) -> None:
-    """Writes −1 and −inf from entry ``picked`` on."""
-    budget = support_ref.shape[1]
+class Listing(NamedTuple):
+    """Tokens, ascending, and their scores.
 
-    @pl.when(picked < budget)
-    def _() -> None:
-        k = lax.iota(jnp.int32, round_up(budget))
-        empty = (k >= picked) & (k < budget)
-        store_at(support_ref, jnp.full(k.shape, -1, jnp.int32), row, k, mask=empty)
-        store_at(scores_ref, jnp.full(k.shape, -float("inf"), jnp.float32), row, k, mask=empty)
+    Attributes:
+        tokens: int32 ``[n]``.
+        scores: float32 ``[n]``, −inf where there is no token.
+    """
+
+    tokens: Array
+    scores: Array
 
 
-def write_picked(
-    tokens: Array,
-    scores: Array,
-    support_ref: Ref,  # [BH, K]
-    scores_ref: Ref,  # [BH, K]
-    row: Array,
-) -> None:
-    """Writes the support of one head, chosen from ascending tokens."""
-    mask, picked = pick(order_key(scores), support_ref.shape[1])
-    place = positions_of(mask)
-    store_at(support_ref, tokens, row, place, mask=mask)
-    store_at(scores_ref, scores, row, place, mask=mask)
-    pad_support(support_ref, scores_ref, row, picked)
+class Destination(NamedTuple):
+    """Where a program writes the support of its head.
+
+    Attributes:
+        support: int32 ``[BH, K]``.
+        scores: float32 ``[BH, K]``.
+        row: of the head.
+        supports: int32 ``[BH, C, K]``, a ring that also takes the support, or None.
+        slot: of the ring.
+    """
+
+    support: Ref
+    scores: Ref
+    row: Array
+    supports: Ref | None = None
+    slot: Array | None = None
+
+    @property
+    def budget(self) -> int:
+        """K."""
+        return self.support.shape[1]
+
+    def put(self, k: Array, tokens: Array, scores: Array, mask: Array) -> None:
+        """Writes entries ``k`` where ``mask`` is set."""
+        store_at(self.support, tokens, self.row, k, mask=mask)
+        store_at(self.scores, scores, self.row, k, mask=mask)
+        if self.supports is not None:
+            store_at(self.supports, tokens, self.row, self.slot, k, mask=mask)
+
+    def pad(self, start: Array) -> None:
+        """Writes −1 and −inf from entry ``start`` on."""
+
+        @pl.when(start < self.budget)
+        def _() -> None:
+            k = lax.iota(jnp.int32, round_up(self.budget))
+            empty = (k >= start) & (k < self.budget)
+            tokens = jnp.full(k.shape, -1, jnp.int32)
+            self.put(k, tokens, jnp.full(k.shape, -float("inf"), jnp.float32), empty)
 
 
-def select_slots(
-    ids_ref: Ref,  # [BH, N]
-    candidate_scores_ref: Ref,  # [BH, N]
-    support_ref: Ref,  # [BH, K]
-    scores_ref: Ref,  # [BH, K]
-    row: Array,
-) -> Array:
-    """Selects among the slots of one head; returns how many hold a token."""
+def write_picked(pieces: Sequence[Listing], to: Destination, *, finite: bool = False) -> None:
+    """Writes the support of one head.
+
+    Args:
+        pieces: each with higher tokens than the one before it.
+        to: where.
+        finite: whether no score is plus infinity.
+    """
+    keys = [order_key(piece.scores) for piece in pieces]
+    picked = pick(keys, to.budget, finite=finite)
+    for piece, place in zip(pieces, picked.places, strict=True):
+        to.put(place, piece.tokens, piece.scores, place >= 0)
+    to.pad(picked.number)
+
+
+def load_slots(ids_ref: Ref, candidate_scores_ref: Ref, row: Array) -> list[Listing]:
+    """The slots of one head, in two pieces if so fewer lanes stay empty.
+
+    Args:
+        ids_ref: int32 ``[BH, N]``.
+        candidate_scores_ref: float32 ``[BH, N]``.
+        row: of the head.
+    """
     total = ids_ref.shape[1]
-    lane = lax.iota(jnp.int32, round_up(total))
-    tokens = load_at(ids_ref, row, lane, mask=lane < total, other=-1)
-    scores = load_at(candidate_scores_ref, row, lane, mask=lane < total, other=-float("inf"))
-    write_picked(tokens, scores, support_ref, scores_ref, row)
-    return jnp.sum(jnp.where(tokens >= 0, 1, 0))
+    whole = round_up(total)
+    most = whole if whole == total else whole // 2
+    rest = round_up(total - most) if total > most else 0
+    pieces, start = [], 0
+    for size in (whole,) if most + rest >= whole else (most, rest):
+        slot = start + lax.iota(jnp.int32, size)
+        mask = None if start + size <= total else slot < total
+        pieces.append(
+            Listing(
+                load_at(ids_ref, row, slot, mask=mask, other=None if mask is None else -1),
+                load_at(
+                    candidate_scores_ref,
+                    row,
+                    slot,
+                    mask=mask,
+                    other=None if mask is None else -float("inf"),
+                ),
+            )
+        )
+        start += size
+    return pieces
 
 
 def select_warps(total: int) -> int:
@@ -86,7 +139,8 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
         scores_ref: Ref,  # [BH, K]
     ) -> None:
         row = pl.program_id(0)
-        select_slots(ids_ref, candidate_scores_ref, support_ref, scores_ref, row)
+        pieces = load_slots(ids_ref, candidate_scores_ref, row)
+        write_picked(pieces, Destination(support_ref, scores_ref, row))
 
     run = call(
         kernel,

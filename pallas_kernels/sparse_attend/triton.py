@@ -28,17 +28,20 @@ def attend_support(
     dim = values_ref.shape[2]
     width = round_up(dim) // pieces
     group = row // (heads // values_ref.shape[0])
-    lane = lax.iota(jnp.int32, round_up(budget))
-    best = jnp.max(load_at(scores_ref, row, lane, mask=lane < budget, other=-float("inf")))
-    best = jnp.where(best > -float("inf"), best, 0.0)
     d = split * width + lax.iota(jnp.int32, width)
     block = min(round_up(budget), max(16, 32768 // width))
+    steps = -(-budget // block)
 
-    def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, total = carry
+    def load(i: Array | int) -> tuple[Array, Array]:
         k = i * block + lax.iota(jnp.int32, block)
-        token = load_at(support_ref, row, k, mask=k < budget, other=-1)
-        score = load_at(scores_ref, row, k, mask=k < budget, other=-float("inf"))
+        mask = None if budget % block == 0 else k < budget
+        token = load_at(support_ref, row, k, mask=mask, other=None if mask is None else -1)
+        score = load_at(
+            scores_ref, row, k, mask=mask, other=None if mask is None else -float("inf")
+        )
+        return token, score
+
+    def sums(token: Array, score: Array, best: Array) -> tuple[Array, Array]:
         values = load_at(
             values_ref,
             group,
@@ -48,12 +51,29 @@ def attend_support(
             other=0.0,
         )
         weights = jnp.exp(score - best)
-        out += jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0)
-        return out, total + jnp.sum(weights)
+        return jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0), jnp.sum(weights)
 
-    out, total = lax.fori_loop(
-        0, -(-budget // block), add, (jnp.zeros((width,), jnp.float32), jnp.float32(0.0))
-    )
+    def finite(best: Array) -> Array:
+        return jnp.where(best > -float("inf"), best, 0.0)
+
+    if steps == 1:
+        token, score = load(0)
+        out, total = sums(token, score, finite(jnp.max(score)))
+    else:
+        best = lax.fori_loop(
+            0,
+            steps,
+            lambda i, best: jnp.maximum(best, jnp.max(load(i)[1])),
+            jnp.float32(-float("inf")),
+        )
+        best = finite(best)
+
+        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            out, total = sums(*load(i), best)
+            return carry[0] + out, carry[1] + total
+
+        start = (jnp.zeros((width,), jnp.float32), jnp.float32(0.0))
+        out, total = lax.fori_loop(0, steps, add, start)
     out /= jnp.where(total > 0.0, total, 1.0)
     store_at(out_ref, out.astype(out_ref.dtype), row, d, mask=d < dim)
 

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.exact_support.triton import Scan, run_filter, run_select
-from pallas_kernels.select.triton import select_warps, write_picked
-from pallas_kernels.triton_lib import Ref, call, check, load_at, round_up, store_at
+from pallas_kernels.select.triton import Destination, Listing, select_warps, write_picked
+from pallas_kernels.triton_lib import Ref, call, load_at, round_up, store_at
 
 _HELD = 8192
 """Scores that one program holds."""
@@ -30,7 +30,7 @@ def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
         row = pl.program_id(0)
         token = lax.iota(jnp.int32, round_up(stored))
         score = load_at(all_scores_ref, row, token, mask=token < stored, other=-float("inf"))
-        write_picked(token, score, support_ref, scores_ref, row)
+        write_picked([Listing(token, score)], Destination(support_ref, scores_ref, row))
 
     support, kept = call(
         kernel,
@@ -80,11 +80,9 @@ def top_k(scores: jax.Array, *, budget: int) -> tuple[jax.Array, jax.Array]:
     if stored <= _HELD:
         support, kept = _select_held(flat, budget)
     else:
-        check(stored <= 2**20, "up to 1,048,576 scores")
-        check(budget <= 2**13, "up to 8,192 of many scores")
         split = Scan.of_scores(rows, stored, budget)
         lengths = jnp.full((rows,), stored, jnp.int32)
         highest = _largest_of_blocks(flat, split.block)
-        tokens, counts = run_filter(flat, highest, lengths, split, budget)
-        support, kept = run_select(flat, tokens, counts, lengths, split, budget)
+        tokens, counts = run_filter(flat, highest, lengths, split, budget, finite=False)
+        support, kept = run_select(flat, tokens, counts, lengths, split, budget, finite=False)
     return support.reshape(batch, heads, budget), kept.reshape(batch, heads, budget)

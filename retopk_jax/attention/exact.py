@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from retopk_jax.attention.base import AttentionMethod, Report, Step, every_key
 from retopk_jax.attention.checks import check_integer
-from retopk_jax.positions import exact_support, sparse_attend
+from retopk_jax.positions import exact_attention
 from retopk_jax.sharding import SEQUENCE, TENSOR
 
 
@@ -44,9 +44,5 @@ class ExactTopK(AttentionMethod):
     ) -> tuple[jax.Array, tuple[()], Report]:
         """See `AttentionMethod.attend`."""
         wanted = jnp.broadcast_to(step.active[:, None], q.shape[:2])  # [B, H]
-        support, scores = exact_support(q, keys, step.lengths, wanted, budget=self.budget)
-        return (
-            sparse_attend(values, support, scores),
-            (),
-            Report(support, key_elements=every_key(keys, step)),
-        )
+        out, support = exact_attention(q, keys, values, step.lengths, wanted, budget=self.budget)
+        return out, (), Report(support, key_elements=every_key(keys, step))

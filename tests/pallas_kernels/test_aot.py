@@ -37,6 +37,7 @@ def _arguments(op: str):
         "support_scores": ((q, cache, _shape(B, H, K)), {}),
         "sparse_attend": ((cache, _shape(B, H, K), f32(B, H, K)), {}),
         "exact_support": ((q, cache, _shape(B), flag(B, H)), {"budget": K}),
+        "exact_attention": ((q, cache, cache, _shape(B), flag(B, H)), {"budget": K}),
         "full_attention": ((q, cache, cache, _shape(B)), {}),
         "prefill_supports": ((ring, cache, _shape(B, C)), {"budget": K}),
         "retopk_step": (
@@ -58,6 +59,7 @@ def _arguments(op: str):
         "support_scores",
         "sparse_attend",
         "exact_support",
+        "exact_attention",
         "full_attention",
         "prefill_supports",
         "retopk_step",

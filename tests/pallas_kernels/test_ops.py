@@ -140,7 +140,6 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
     from pallas_kernels.exact_support import reference, triton
 
     monkeypatch.setattr(triton, "_SURVIVORS", 16)
-    monkeypatch.setattr(triton, "_CHUNK", 16)
     monkeypatch.setattr(triton, "_FILTERED", 32)
     for keys in ("grid", "equal", "close"):
         p = specs.problem(specs.Shape(), (90, 23), keys=keys)
@@ -161,7 +160,6 @@ def test_top_k_of_many_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     expected = run(spec, "reference")
     assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
     monkeypatch.setattr(exact, "_SURVIVORS", 16)
-    monkeypatch.setattr(exact, "_CHUNK", 16)
     assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
 
 
@@ -184,8 +182,8 @@ def test_threshold_of_any_scores(budget: int, spread: float) -> None:
     scores = (rng.standard_normal(64) ** 3 * spread).astype(np.float32)
     scores[rng.integers(0, 64, 8)] = -math.inf
     scores[10:14] = scores[20]
-    picked = jax.jit(lambda s: triton_lib.pick(triton_lib.order_key(s), budget))(scores)
+    picked = jax.jit(lambda s: triton_lib.pick([triton_lib.order_key(s)], budget))(scores)
     order = np.lexsort((np.arange(64), -scores))
     best = sorted(i for i in order[:budget] if scores[i] > -math.inf)
-    assert np.flatnonzero(np.asarray(picked.mask)).tolist() == best
+    assert np.flatnonzero(np.asarray(picked.places[0]) >= 0).tolist() == best
     assert int(picked.number) == len(best)

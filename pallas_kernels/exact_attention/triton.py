@@ -1,0 +1,78 @@
+"""Exact attention as three Triton kernels: scan, filter, and selection with output."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.exact_support.triton import (
+    SELECT_WARPS,
+    Scan,
+    run_filter,
+    run_scan,
+    select_listed,
+)
+from pallas_kernels.select.triton import Destination
+from pallas_kernels.sparse_attend.triton import attend_support, splits
+from pallas_kernels.triton_lib import Ref, barrier, call
+
+
+def exact_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    wanted: jax.Array,
+    *,
+    budget: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.exact_attention.exact_attention`."""
+    batch, heads, dim = q.shape
+    groups, stored = keys.shape[1:3]
+    rows = batch * heads
+    scan = Scan.of(batch * groups, heads // groups, stored, dim, keys.dtype, budget)
+    pieces = splits(rows, dim)
+    visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
+    flat_keys = keys.reshape(batch * groups, stored, dim)
+    scores, highest = run_scan(q.reshape(rows, dim), flat_keys, visible, scan)
+    tokens, counts = run_filter(scores, highest, visible, scan, budget, finite=True)
+
+    def finish(
+        values_ref: Ref,  # [BG, S, D]
+        all_scores_ref: Ref,  # [BH, S]
+        tokens_ref: Ref,  # [BH, P * stretch]
+        counts_ref: Ref,  # [BH, P]
+        lengths_ref: Ref,  # [BH]
+        out_ref: Ref,  # [BH, D]
+        support_ref: Ref,  # [BH, K]
+        scores_ref: Ref,  # [BH, K] scratch
+        starts_ref: Ref,  # [BH, P] scratch
+    ) -> None:
+        row, split = pl.program_id(0), pl.program_id(1)
+        to = Destination(support_ref, scores_ref, row)
+
+        @pl.when(lengths_ref[row] > 0)
+        def _() -> None:
+            select_listed(
+                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to, finite=True
+            )
+
+        @pl.when(lengths_ref[row] <= 0)
+        def _() -> None:
+            to.pad(jnp.int32(0))
+
+        barrier()
+        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+
+    out, support, *_ = call(
+        finish,
+        name="exact_finish",
+        grid=(rows, pieces),
+        outputs=[
+            jax.ShapeDtypeStruct((rows, dim), values.dtype),
+            jax.ShapeDtypeStruct((rows, budget), jnp.int32),
+            jax.ShapeDtypeStruct((rows, budget), jnp.float32),
+            jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
+        ],
+        warps=SELECT_WARPS,
+    )(values.reshape(batch * groups, stored, dim), scores, tokens, counts, visible)
+    return out.reshape(batch, heads, dim), support.reshape(batch, heads, budget)
