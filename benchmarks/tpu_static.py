@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
@@ -36,7 +37,7 @@ from retopk_jax.decode import DecodeState, start, step_logits
 from retopk_jax.errors import ConfigError
 from retopk_jax.kv_cache import empty_kv_cache
 from retopk_jax.prefill import Context
-from retopk_jax.sharding import CACHE, HEADS, ROWS, make_mesh, specs_by_rank
+from retopk_jax.sharding import AXES, CACHE, HEADS, ROWS, specs_by_rank
 
 NAME = "tpu_static"
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v4": "v4:2x2x1"}
@@ -101,7 +102,8 @@ def mesh_of(chip: str, devices: int = 1) -> Mesh:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a compiler alone needs no chip
     found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    return make_mesh(tensor=devices, devices=found[:devices])
+    # Not `make_mesh`: it refuses the v4 topology, whose devices are single cores.
+    return Mesh(np.array(found[:devices]).reshape(1, devices, 1), AXES)
 
 
 def compile_for(
