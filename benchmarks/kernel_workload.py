@@ -256,7 +256,8 @@ def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Rememb
         if isinstance(method, ReTopK):
             ring = jax.tree.map(jnp.copy, ring)
             cache = RecallCache(ring.queries, ring.supports, ring.pushed)
-            return ReTopKState(cache, ring.paths, ring.candidates)
+            scanned = jnp.zeros((batch, GROUPS), jnp.int32)
+            return ReTopKState(cache, ring.paths, ring.candidates, scanned, None)
         tail = jnp.moveaxis(layer.queries[:1], 0, 1)
         return jax.jit(method.prime, static_argnums=0)(
             0, layer.keys, layer.values, tail, layer.lengths

@@ -184,6 +184,8 @@ def _row(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "path_shares": None if paths is None else paths.shares,
         "mean_candidates": None if paths is None else paths.mean_candidates,
+        "group_share": None if paths is None else paths.group_share,
+        "predicted_error": None if paths is None else paths.mean_predicted_error,
         "tokens_attended": completion.tokens_attended,
         "key_bytes": completion.key_bytes,
         "value_bytes": completion.value_bytes,
@@ -206,6 +208,10 @@ def _summarise(console: Console, generation: Generation) -> None:
             where = f"[{row}] " if len(completions) > 1 else ""
             if completion.paths.candidates:
                 shares += f", {completion.paths.mean_candidates:.0f} candidates a reuse"
+            if completion.paths.group_share is not None:
+                shares += f", {completion.paths.group_share:.1%} of KV groups scanned"
+            if completion.paths.mean_predicted_error is not None:
+                shares += f", expected error {completion.paths.mean_predicted_error:.4f}"
             console.print(
                 f"{where}{shares}",
                 style="dim",

@@ -4,6 +4,7 @@ from retopk_jax.attention.base import AttentionMethod, PathStatistics, Report, S
 from retopk_jax.attention.exact import ExactTopK
 from retopk_jax.attention.full import Full
 from retopk_jax.attention.loki import Loki
+from retopk_jax.attention.path_policy import Risk
 from retopk_jax.attention.quest import Quest
 from retopk_jax.attention.retopk import ReTopK
 from retopk_jax.attention.sparq import SparQ
@@ -19,6 +20,7 @@ __all__ = [
     "Quest",
     "ReTopK",
     "Report",
+    "Risk",
     "SparQ",
     "Step",
     "StreamingLLM",

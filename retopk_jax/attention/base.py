@@ -71,6 +71,10 @@ class PathStatistics:
         refresh: head-steps that scanned on schedule.
         candidates: unique candidates summed over the reuse head-steps.
         by_head: the same four numbers per layer and head, int ``[layers][H][4]``.
+        groups_scanned: group-steps in which some head scanned; None where none can.
+        group_steps: KV heads times layers times steps.
+        predicted_error: relative errors that were expected of the reuse head-steps, summed; None
+            without maps of them.
     """
 
     reuse: int
@@ -78,6 +82,9 @@ class PathStatistics:
     refresh: int
     candidates: int
     by_head: list[list[list[int]]]
+    groups_scanned: int | None = None
+    group_steps: int | None = None
+    predicted_error: float | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -88,6 +95,20 @@ class PathStatistics:
             "fallback": self.fallback / total,
             "refresh": self.refresh / total,
         }
+
+    @property
+    def group_share(self) -> float | None:
+        """Share of group-steps that scanned; 0 before the first step."""
+        if self.groups_scanned is None:
+            return None
+        return self.groups_scanned / max(self.group_steps or 0, 1)
+
+    @property
+    def mean_predicted_error(self) -> float | None:
+        """Expected relative error of a head-step, exact ones counting 0."""
+        if self.predicted_error is None:
+            return None
+        return self.predicted_error / max(self.reuse + self.fallback + self.refresh, 1)
 
     @property
     def mean_candidates(self) -> float:
