@@ -1,10 +1,5 @@
 """Principal components of a model's keys, per layer and key-value head, for Loki."""
 
-import hashlib
-import io
-import json
-import os
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retopk_jax.attention.checks import check_integer
-from retopk_jax.errors import ConfigError, PromptError
+from retopk_jax.calibration.archive import load_archive, save_archive
+from retopk_jax.calibration.text import check_fitted_on, read_tokens, source_of
+from retopk_jax.errors import PromptError
 from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import prefill
@@ -54,19 +51,7 @@ class LokiBasis:
         Raises:
             ConfigError: it is another, with the reason.
         """
-        found, wanted = model_fingerprint(model), self.provenance["fingerprint"]
-        source, fitted = _source(model), self.provenance["model"]
-        if found["weights"] != wanted["weights"]:
-            raise ConfigError(
-                f"basis fitted on {fitted}: the weights of {source} are not those "
-                "(a fingerprint of every parameter differs); fit one with "
-                "retopk calibrate --method loki"
-            )
-        if found["rope"] != wanted["rope"]:
-            raise ConfigError(
-                f"basis fitted on {fitted}: {source} has the same weights under another rotary "
-                "embedding, so its keys are others; fit one with retopk calibrate --method loki"
-            )
+        check_fitted_on(model, self.provenance, kind="basis", method="loki")
 
 
 def calibrate_loki(
@@ -98,7 +83,7 @@ def calibrate_loki(
     if window is None:
         window = min(WINDOW, longest)
     check_integer("window", window, minimum=geometry.head_dim, maximum=longest)
-    tokens, texts = _tokens(model, files)
+    tokens, texts = read_tokens(model, files)
     if len(tokens) < geometry.head_dim:
         raise PromptError(
             f"{len(tokens)} tokens of text: {geometry.head_dim} principal components need at least "
@@ -126,7 +111,7 @@ def calibrate_loki(
     basis, variance = principal_components(covariance)
     provenance = {
         "format": FORMAT,
-        "model": _source(model),
+        "model": source_of(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(jnp.dtype(decoder.dtype)),
         "texts": texts,
@@ -154,23 +139,7 @@ def principal_components(
 
 def save_basis(path: Path | str, basis: LokiBasis) -> None:
     """Writes a ``.npz`` file aside and renames it, so that it is whole or not there."""
-    path = Path(path)
-    provenance = json.dumps(basis.provenance, sort_keys=True, ensure_ascii=False)
-    arrays = {name: getattr(basis, name) for name in _ARRAYS}
-    content = io.BytesIO()
-    np.savez(
-        content,
-        **arrays,
-        provenance=np.array(provenance),
-        digest=np.array(_digest(arrays, provenance)),
-    )
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content.getbuffer())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    save_archive(path, {name: getattr(basis, name) for name in _ARRAYS}, basis.provenance)
 
 
 def load_basis(path: Path | str) -> LokiBasis:
@@ -179,61 +148,5 @@ def load_basis(path: Path | str) -> LokiBasis:
     Raises:
         ConfigError: the file cannot be read, is no basis, is truncated, or was changed.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in _ARRAYS}
-            provenance, digest = str(file["provenance"]), str(file["digest"])
-    except OSError as error:
-        raise ConfigError(f"basis {path}: {error.strerror or error}") from error
-    except (
-        EOFError,
-        KeyError,
-        RuntimeError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        zipfile.BadZipFile,
-    ) as error:
-        raise ConfigError(f"basis {path}: truncated, or not a basis ({error})") from error
-    if digest != _digest(arrays, provenance):
-        raise ConfigError(f"basis {path}: changed after it was written (its digest differs)")
-    read = json.loads(provenance)
-    if read.get("format") != FORMAT:
-        raise ConfigError(
-            f"basis {path}: of format {read.get('format')!r}, this version reads {FORMAT!r}"
-        )
-    return LokiBasis(**arrays, provenance=read)
-
-
-def _digest(arrays: dict[str, NDArray[Any]], provenance: str) -> str:
-    content = hashlib.sha256(provenance.encode())
-    for name in _ARRAYS:
-        array = np.ascontiguousarray(arrays[name])
-        content.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        content.update(array.tobytes())
-    return content.hexdigest()
-
-
-def _source(model: LanguageModel) -> str:
-    return str(getattr(model, "source", type(model).__name__))
-
-
-def _tokens(
-    model: LanguageModel, files: Sequence[Path | str]
-) -> tuple[list[int], list[dict[str, str]]]:
-    """Token ids of the joined files, and the name and hash of each."""
-    if not files:
-        raise ConfigError("no text: give at least one file")
-    if model.tokenizer is None:
-        raise PromptError(f"{_source(model)} has no tokenizer to read a text with")
-    texts, described = [], []
-    for path in files:
-        try:
-            content = Path(path).read_bytes()
-            texts.append(content.decode("utf-8"))
-        except OSError as error:
-            raise PromptError(f"text {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise PromptError(f"text {path}: not UTF-8 ({error})") from error
-        described.append({"file": str(path), "sha256": hashlib.sha256(content).hexdigest()})
-    return model.tokenizer.encode("\n\n".join(texts)), described
+    arrays, provenance = load_archive(path, _ARRAYS, kind="basis", version=FORMAT)
+    return LokiBasis(**arrays, provenance=provenance)
