@@ -18,14 +18,17 @@ CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
 
 
 @functools.cache
-def compiled(op: str, **kwargs):
-    """The op under `jax.jit`, one for all cases, so that those of equal shapes compile once."""
+def compiled(op: str, variant: str = "", **kwargs):
+    """The op under `jax.jit`, one for all cases, so that those of equal shapes compile once.
+
+    A ``variant`` is traced with sizes that its tests set.
+    """
     function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
     return jax.jit(functools.partial(function, **kwargs))
 
 
-def run(spec: specs.Spec, implementation: str):
-    return compiled(spec.op, implementation=implementation, **spec.kwargs)(*spec.args)
+def run(spec: specs.Spec, implementation: str, variant: str = ""):
+    return compiled(spec.op, variant, implementation=implementation, **spec.kwargs)(*spec.args)
 
 
 def assert_same(expected, got) -> None:
@@ -145,7 +148,8 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
         p = specs.problem(specs.Shape(), (90, 23), keys=keys)
         args = (p["q"], p["keys"], p["lengths"], p["wanted"])
         expected = reference.exact_support(*args, budget=16)
-        assert_same(expected, triton.exact_support(*args, budget=16))
+        general = compiled("exact_support", "general path", budget=16, implementation="triton")
+        assert_same(expected, general(*args))
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
@@ -158,9 +162,9 @@ def test_top_k_of_many_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(exact, "_FILTERED", 32)
     spec = specs.spec("top_k", name)
     expected = run(spec, "reference")
-    assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
+    assert_same(expected, run(spec, "triton", "many"))
     monkeypatch.setattr(exact, "_SURVIVORS", 16)
-    assert_same(expected, triton.top_k(*spec.args, **spec.kwargs))
+    assert_same(expected, run(spec, "triton", "many, and many survive"))
 
 
 def test_top_k_of_a_long_row() -> None:
