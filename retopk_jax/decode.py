@@ -14,7 +14,7 @@ from retopk_jax.attention.base import AttentionMethod, LayerState, PathStatistic
 from retopk_jax.errors import CapacityError, ConfigError, PromptError
 from retopk_jax.kv_cache import KVCache, append_step
 from retopk_jax.language_model import Decoder, LanguageModel, Params
-from retopk_jax.prefill import Context
+from retopk_jax.prefill import Context, check_context
 from retopk_jax.sampling import Sampling, sample
 from retopk_jax.sharding import (
     CACHE,
@@ -308,9 +308,10 @@ def start_session(model: LanguageModel, method: AttentionMethod, context: Contex
 
     Raises:
         ConfigError: the method's settings do not fit the model, or the context kept too few
-            queries for it.
+            queries for it, was read by another model, or was donated.
     """
     method.check(model.decoder.geometry)
+    check_context(model.decoder, context)
     longest = int(jnp.max(context.cache.lengths))
     room = min(context.cache.capacity, model.decoder.max_positions) - longest
     state = start(method, context, mesh=model.decoder.mesh)
@@ -331,7 +332,10 @@ def decode_step(
 
     Raises:
         CapacityError: no slot is left; nothing was done.
+        ConfigError: the session is not the newest one.
     """
+    if session.state.index.is_deleted():
+        raise ConfigError("session: a step was taken from it; go on with the session it returned")
     if session.room < 1:
         raise CapacityError(
             f"the cache of {session.state.cache.capacity} tokens a row is full: prefill with a "

@@ -28,6 +28,7 @@ from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import (
     Context,
     Prefilled,
+    check_context,
     check_prompts,
     context_bytes,
     extend,
@@ -187,7 +188,8 @@ def generate(
             context's.
         CapacityError: context, prompt and new tokens do not fit the capacity, the model's positions
             or the device.
-        ConfigError: a setting is out of range, or the context kept too few queries for the method.
+        ConfigError: a setting is out of range, or the context kept too few queries for the method,
+            was read by another model, or was donated.
     """
     method = ReTopK() if attention is None else attention
     method.check(model.decoder.geometry)
@@ -251,6 +253,7 @@ def _read(
     """Checks everything against the model and the device, then reads; see `generate`."""
     decoder = model.decoder
     if context is not None:
+        check_context(decoder, context)
         check_tail_queries(method, context)
         tail = context.tail_queries[0].shape[1]
         tokens: list[list[int]] = [[]] * context.cache.batch

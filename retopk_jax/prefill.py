@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.device_memory import check_memory
-from retopk_jax.errors import CapacityError, PromptError
+from retopk_jax.errors import CapacityError, ConfigError, PromptError
 from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_bytes, stored
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
@@ -233,6 +233,38 @@ def check_prompts(
     return slots
 
 
+def check_context(decoder: Decoder, context: Context) -> None:
+    """Refuses what cannot be continued.
+
+    Raises:
+        ConfigError: it is no context, its arrays were donated, or a model of other shapes or
+            another dtype read it.
+    """
+    if not isinstance(context, Context):
+        raise ConfigError(
+            f"context is a {type(context).__name__}: expected a Context, which prefill, generate "
+            "and load_context return as .context"
+        )
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(context)):
+        raise ConfigError(
+            "context: its cache was donated; go on with the context that generate returned, or "
+            "use donate=False"
+        )
+    geometry, keys = decoder.geometry, context.cache.keys
+    names = ("layers", "KV heads", "head_dim", "vocabulary", "dtype")
+    found = (len(keys), keys[0].shape[1], keys[0].shape[3], context.logits.shape[1], keys[0].dtype)
+    wanted = (
+        geometry.num_layers,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        decoder.vocab_size,
+        jnp.dtype(decoder.dtype),
+    )
+    for name, own, its in zip(names, wanted, found, strict=True):
+        if own != its:
+            raise ConfigError(f"context: read by a model of {name} {its}, this one has {own}")
+
+
 def slots_after(
     decoder: Decoder,
     context: Context,
@@ -243,6 +275,7 @@ def slots_after(
     donate: bool,
 ) -> int:
     """Checks what `extend` is to read; returns the slots a row that it makes."""
+    check_context(decoder, context)
     cache, rows = context.cache, len(prompts)
     if cache.batch not in (1, rows):
         raise PromptError(
@@ -337,6 +370,7 @@ def extend(
         PromptError: other rows than the context's, or a token id outside the vocabulary.
         CapacityError: context, prompt and new tokens do not fit the capacity, the model's positions
             or the device.
+        ConfigError: another model's context, or one that was donated.
     """
     slots = slots_after(model.decoder, context, prompts, new_tokens, capacity, donate=donate)
     cache, rows = context.cache, len(prompts)

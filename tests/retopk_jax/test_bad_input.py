@@ -105,8 +105,11 @@ def test_a_full_context_and_a_full_session() -> None:
     session = start_session(model, ExactTopK(2), context)
     with pytest.raises(PromptError, match=r"tokens of shape \(3,\): expected one a row, \(2,\)"):
         decode_step(session, [1, 2, 3])
+    first = session
     for _ in range(2):
         _, session, _ = decode_step(session, [1, 2])
+    with pytest.raises(ConfigError, match="session: a step was taken from it"):
+        decode_step(first, [1, 2])
     with pytest.raises(CapacityError, match="cache of 4 tokens a row is full"):
         decode_step(session, [1, 2])
     assert session.state.cache.lengths.tolist() == [4, 3]

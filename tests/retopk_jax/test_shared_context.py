@@ -19,6 +19,8 @@ from retopk_jax import (
     extend,
     generate,
     prefill,
+    save_context,
+    start_session,
 )
 from tests.retopk_jax.toy import ToyModel, toy_model
 
@@ -143,6 +145,30 @@ def test_refusals_come_before_anything_is_read(model, book) -> None:
     with pytest.raises(ConfigError, match="last 129 prompt tokens: the context kept 128"):
         generate(model, QUESTIONS, context=book, attention=ReTopK(capacity=129))
     assert not book.cache.keys[0].is_deleted()
+
+
+def test_what_cannot_be_continued_is_refused(model, book, tmp_path) -> None:
+    copy = extend(model, book, [[]], new_tokens=1).context
+    copy.cache.keys[0].delete()
+    for use in (
+        lambda: generate(model, context=copy),
+        lambda: generate(model, [[1]], context=copy, donate=True),
+        lambda: extend(model, copy, [[1]], new_tokens=1),
+        lambda: start_session(model, RETOPK, copy),
+        lambda: save_context(tmp_path / "ctx", model, copy, [BOOK]),
+    ):
+        with pytest.raises(ConfigError, match="context: its cache was donated; go on with"):
+            use()
+    assert not list(tmp_path.iterdir())
+    for other, message in (
+        (toy_model(layers=1), "a model of layers 2, this one has 1"),
+        (toy_model(kv_heads=3), "a model of KV heads 2, this one has 3"),
+        (toy_model(dtype="bfloat16"), "a model of dtype float32, this one has bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            generate(other, [[1]], context=book)
+    with pytest.raises(ConfigError, match="context is a list: expected a Context"):
+        generate(model, [[1]], context=BOOK)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("given", "slots", "size"), [(True, 1792, 2.6), (False, 1536, 2.2)])
