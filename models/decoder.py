@@ -251,6 +251,11 @@ class TransformerDecoder:
         """See `retopk_jax.language_model.Decoder.inverse_frequencies`."""
         return self.config.rope.row_inverse_frequencies(sequence_lengths)
 
+    @property
+    def rotary_scale(self) -> float:
+        """See `retopk_jax.language_model.Decoder.rotary_scale`."""
+        return self.config.rope.scale
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """See `retopk_jax.language_model.Decoder.logits`."""
         return self._bind(params).logits(hidden)

@@ -106,7 +106,12 @@ def _notes(args: argparse.Namespace) -> dict[str, Any]:
         raise ContextError(f"--dtype {args.dtype}: {args.context} was read in {stored}")
     if not notes.keys() >= {"source", "rests"}:
         raise ContextError(f"{args.context}: not written by retopk prefill")
-    return {"source": args.model or notes["source"], "dtype": stored, "rests": notes["rests"]}
+    return {
+        "source": args.model or notes["source"],
+        "dtype": stored,
+        "rests": notes["rests"],
+        "longest": manifest["sizes"]["longest"],
+    }
 
 
 def _encode(
@@ -116,6 +121,8 @@ def _encode(
     if args.context is not None:
         prompts = _questions(model, args.prompts, notes["rests"])
         new_tokens = max(map(len, prompts or [[]])) + args.max_new_tokens
+        if len(notes["rests"]) > 1:  # the longest row may have a short question: generate knows
+            new_tokens = min(new_tokens, model.decoder.max_positions - notes["longest"])
         return prompts, load_context(args.context, model, new_tokens=new_tokens).context
     if not args.chat:
         return encode_prompts(model, args.prompts), None

@@ -10,6 +10,8 @@ stored keys for any K and C, and the tokens read next push them out anyway.
 
 import hashlib
 import json
+import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -26,18 +28,23 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.packed import unpacked
+from retopk_jax.attention.checks import check_integer
 from retopk_jax.cli_files import write_json
 from retopk_jax.device_memory import check_memory
-from retopk_jax.errors import ConfigError, ContextError
+from retopk_jax.errors import CapacityError, ConfigError, ContextError
 from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.kv_cache import KVCache, stored
 from retopk_jax.language_model import LanguageModel
-from retopk_jax.prefill import Context, context_bytes, rounded_capacity
+from retopk_jax.prefill import Context, check_context, context_bytes, rounded_capacity
 from retopk_jax.sharding import CACHE, ROWS, TAIL, check_sizes, placed
 
 FORMAT = "retopk-jax context 1"
 MANIFEST = "context.json"
 _ARRAYS = "arrays-"
+_OWN = re.compile(
+    rf"{_ARRAYS}[0-9a-f]{{16}}(\..*)?|{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\..*"
+)
+"""Names that a save makes in its directory, those that Orbax and `write_json` rename included."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def check_store(path: Path | str) -> None:
     """Checks that a context can be saved under a name, before it is read.
 
     Raises:
-        ConfigError: it is a file, another directory than a store, or in no directory.
+        ConfigError: it is a file, another directory than a store, or cannot be written.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -71,12 +78,27 @@ def check_store(path: Path | str) -> None:
             f"{path} holds {', '.join(_strangers(path)[:3])}: expected a directory to make, or a "
             "stored context"
         )
+    written = path if path.is_dir() else path.parent
+    if not os.access(written, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: the directory {written} cannot be written")
 
 
 def _strangers(path: Path) -> list[str]:
-    """Names in a directory that no store has."""
+    """Names in a directory that are not of a store."""
     names = sorted(entry.name for entry in path.iterdir())
-    return [name for name in names if MANIFEST not in name and not name.startswith(_ARRAYS)]
+    strangers = [name for name in names if not _OWN.fullmatch(name)]
+    if MANIFEST in names and not _describes_a_context(path / MANIFEST):
+        strangers.append(MANIFEST)
+    return strangers
+
+
+def _describes_a_context(manifest: Path) -> bool:
+    """Whether a file is the description of a stored context, of whatever version."""
+    try:
+        value = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and str(value.get("format")).startswith(FORMAT.rstrip("1"))
 
 
 def save_context(
@@ -96,11 +118,13 @@ def save_context(
         **notes: JSON to keep beside it.
 
     Raises:
-        ConfigError: the directory holds something else, or the tokens are not the context's.
+        ConfigError: the directory holds something else, the tokens are not the context's, or the
+            context is another model's or was donated.
         OSError: the disk is full, or the like.
     """
     path = Path(path)
     check_store(path)
+    check_context(model.decoder, context)
     lengths = np.asarray(context.cache.lengths).tolist()
     if [len(row) for row in tokens] != lengths:
         raise ConfigError(
@@ -184,16 +208,23 @@ def load_context(
     Raises:
         ContextError: there is no store, it is truncated or was changed, or another model or other
             settings made it; says what differs.
-        CapacityError: it does not fit the device.
+        CapacityError: it does not fit the device, or the tokens not the model's positions.
     """
     path = Path(path)
     manifest = read_manifest(path)
     _check_made_by(path, manifest, model)
     sizes, arrays = manifest["sizes"], path / manifest["arrays"]
-    slots = sizes["slots"]
-    if new_tokens is not None:
-        slots = rounded_capacity(sizes["longest"] + new_tokens)
     decoder, geometry = model.decoder, model.decoder.geometry
+    slots, longest = sizes["slots"], sizes["longest"]
+    if new_tokens is not None:
+        check_integer("new_tokens", new_tokens, minimum=0)
+        needed = longest + new_tokens
+        if needed > decoder.max_positions:
+            raise CapacityError(
+                f"context of {longest} tokens + {new_tokens} new tokens = {needed}: the model has "
+                f"{decoder.max_positions} positions"
+            )
+        slots = rounded_capacity(needed)
     rows, tail = sizes["rows"], sizes["tail_queries"]
     check_memory(f"the context {path}", context_bytes(decoder, rows, slots, tail))
     _check_files(path, arrays, manifest["files"])
@@ -240,6 +271,7 @@ def _settings(model: LanguageModel) -> dict[str, Any]:
     return {
         **asdict(decoder.geometry),
         "vocab_size": decoder.vocab_size,
+        "rotary_scale": decoder.rotary_scale,
         "dtype": jnp.dtype(decoder.dtype).name,
     }
 

@@ -19,7 +19,8 @@ def model_fingerprint(model: LanguageModel) -> dict[str, str]:
 
     Returns:
         ``weights``: shapes, and the first numbers of every parameter rounded to bfloat16;
-        ``rope``: head dimension and inverse frequencies of the rotary embedding.
+        ``rope``: head dimension and inverse frequencies of the rotary embedding, those of the
+        longest row as well where they differ.
     """
     decoder = model.decoder
     weights = hashlib.sha256(json.dumps(asdict(decoder.geometry), sort_keys=True).encode())
@@ -27,6 +28,8 @@ def model_fingerprint(model: LanguageModel) -> dict[str, str]:
         weights.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode())
         first = leaf[(0,) * (leaf.ndim - 1)][:SAMPLE] if leaf.ndim else leaf
         weights.update(np.asarray(first.astype(jnp.bfloat16)).tobytes())
-    rates = np.asarray(decoder.inverse_frequencies(jnp.ones(1, jnp.int32)), np.float32)
+    lengths = jnp.asarray([1, decoder.max_positions], jnp.int32)
+    short, long = np.asarray(decoder.inverse_frequencies(lengths), np.float32)
+    rates = short if np.array_equal(short, long) else np.stack([short, long])
     rope = hashlib.sha256(f"{decoder.geometry.head_dim} ".encode() + rates.tobytes())
     return {"weights": weights.hexdigest(), "rope": rope.hexdigest()}

@@ -104,6 +104,11 @@ class Decoder(Protocol):
         """
         ...
 
+    @property
+    def rotary_scale(self) -> float:
+        """What rotated queries and keys are multiplied by: 1 but for YaRN."""
+        ...
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Final norm and output head: ``[..., E]`` to float32 ``[..., V]``."""
         ...

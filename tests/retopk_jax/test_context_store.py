@@ -167,6 +167,10 @@ def test_a_full_disk_leaves_the_old_context(tmp_path, monkeypatch) -> None:
             replace(MODEL, decoder=replace(MODEL.decoder, geometry=Geometry(1, 6, 3, 16))),
             "num_kv_heads 2 and not 3",
         ),
+        (
+            replace(MODEL, decoder=replace(MODEL.decoder, rotary_scale=1.1)),
+            "rotary_scale 1.0 and not 1.1",
+        ),
     ],
 )
 def test_another_model_is_refused(tmp_path, other, message) -> None:
@@ -175,9 +179,15 @@ def test_another_model_is_refused(tmp_path, other, message) -> None:
         load_context(path, other)
 
 
-def test_other_positions_are_refused(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("longest", [1, 4096])
+def test_other_positions_are_refused(tmp_path, longest, monkeypatch) -> None:
+    """Those of rows of every length, or of long rows only."""
     path, _ = saved(tmp_path, BOOK[:9])
-    slower = lambda decoder, lengths: jnp.full((lengths.shape[0], 8), 0.5)  # noqa: E731
+    same = type(MODEL.decoder).inverse_frequencies
+
+    def slower(decoder, lengths):
+        return jnp.where(lengths[:, None] < longest, same(decoder, lengths), 0.5)
+
     monkeypatch.setattr(type(MODEL.decoder), "inverse_frequencies", slower)
     with pytest.raises(ContextError, match=r"other positional encoding \(RoPE\)"):
         load_context(path, MODEL)
@@ -227,7 +237,13 @@ def test_places_that_are_no_store_are_refused(tmp_path) -> None:
     context = read(BOOK[:9])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
+    for name in ("other/context.json", "notes/my-context.json", "data/arrays-mine"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
     for path, message in (
+        (tmp_path / "other", "other holds context.json"),
+        (tmp_path / "notes", "notes holds my-context.json"),
+        (tmp_path / "data", "data holds arrays-mine"),
         (tmp_path / "full", r"full holds mine.txt"),
         (tmp_path / "full" / "mine.txt", "is a file"),
         (tmp_path / "nowhere" / "ctx", "nowhere does not exist"),
@@ -238,6 +254,21 @@ def test_places_that_are_no_store_are_refused(tmp_path) -> None:
         save_context(tmp_path / "ctx", MODEL, context, [BOOK[:8]])
     with pytest.raises(ContextError, match="full: no stored context"):
         load_context(tmp_path / "full", MODEL)
+
+
+def test_what_cannot_be_written_is_refused_before_reading(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=r"ctx: the directory .* cannot be written"):
+        context_store.check_store(tmp_path / "ctx")
+    (tmp_path / "ctx").mkdir()
+    context_store.check_store(tmp_path / "ctx")
+
+
+def test_more_tokens_than_positions_are_refused_before_loading(tmp_path, monkeypatch) -> None:
+    path, _ = saved(tmp_path, BOOK[:9])
+    monkeypatch.setattr(context_store, "_check_files", lambda *_: pytest.fail("read"))
+    with pytest.raises(CapacityError, match=r"context of 9 .* \+ 4088 .* has 4096 positions"):
+        load_context(path, MODEL, new_tokens=4088)
 
 
 def test_what_does_not_fit_the_device_is_not_loaded(tmp_path, monkeypatch) -> None:

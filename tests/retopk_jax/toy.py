@@ -20,6 +20,7 @@ class ToyDecoder:
     width: int = 48
     dtype: str = "float32"
     mesh: None = None
+    rotary_scale: float = 1.0
 
     def hidden(
         self,
