@@ -97,10 +97,11 @@ def retopk_step(
         b = row // heads
         pushed, running = pushed_ref[b], active_ref[b] > 0
         length = jnp.where(running, lengths_ref[b], 0)
+        similarity, due = tau_ref[row], due_ref[b] > 0  # read before there is anything to wait for
         found = match_ring(q_ref, queries_ref, row, pushed, entries=entries)
-        similar = (found.rho_max >= tau_ref[row]) & (found.rho_max > -float("inf"))
+        similar = (found.rho_max >= similarity) & (found.rho_max > -float("inf"))
         path = FALLBACK - similar.astype(jnp.int32)  # REUSE if similar
-        path = jnp.where(due_ref[b] > 0, REFRESH, path)
+        path = jnp.where(due, REFRESH, path)
 
         @pl.when((path == REUSE) & running)
         def _() -> None:
@@ -192,22 +193,23 @@ def retopk_step(
         row, split = pl.program_id(0), pl.program_id(1)
         reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
         slot = pushed_ref[row // heads] % capacity
-        candidate_slots = load_slots(ids_ref, candidate_scores_ref, row)  # also of a scan: sooner
+        # All that the end needs is read here, and so are the slots, also for a head that scans:
+        # nothing has to be waited for twice.
+        candidate_slots = load_slots(ids_ref, candidate_scores_ref, row)
+        d, kind = lax.iota(jnp.int32, round_up(dim)), lax.iota(jnp.int32, 4)
+        qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
+        path, total = path_ref[row], total_ref[row]
+        paths = load_at(paths_ref, row, kind, mask=kind < 3, other=0)
         to = Destination(support_ref, scores_ref, row, new_supports_ref, slot)
 
-        @pl.when((reuse_length + scan_length > 0) & (split == 0))
+        @pl.when(split == 0)
         def _() -> None:
-            d = lax.iota(jnp.int32, round_up(dim))
-            qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
-            store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
-            path = path_ref[row]
-            new_paths_ref[row, path] = paths_ref[row, path] + 1
             unique = jnp.int32(0)
             for piece in candidate_slots:
                 unique += jnp.sum(jnp.where(piece.tokens >= 0, 1, 0))
             unique = jnp.where(reuse_length > 0, unique, 0)
             unique_ref[row] = unique
-            new_total_ref[row] = total_ref[row] + unique
+            new_total_ref[row] = total + unique
 
         @pl.when(reuse_length > 0)
         def _() -> None:
@@ -222,10 +224,15 @@ def retopk_step(
         @pl.when(reuse_length + scan_length <= 0)
         def _() -> None:
             Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
-            unique_ref[row] = 0
 
         barrier()
         attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+
+        @pl.when((reuse_length + scan_length > 0) & (split == 0))
+        def _() -> None:
+            store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
+            counted = paths + jnp.where(kind == path, 1, 0)
+            store_at(new_paths_ref, counted, row, kind, mask=kind < 3)
 
     queries, supports, paths, total, out, support, unique, *_ = call(
         finish,
