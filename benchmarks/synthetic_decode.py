@@ -186,7 +186,8 @@ def ring_of(
     supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
     ring = RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32))
     counted = ((1, heads, 3), (1, heads), (1, geometry.num_kv_heads))
-    state = ReTopKState(ring, *(jnp.zeros(shape, jnp.int32) for shape in counted), None)
+    paths, candidates, scanned = (jnp.zeros(shape, jnp.int32) for shape in counted)
+    state = ReTopKState(ring, paths, candidates, scanned, None)
     return jax.tree.map(
         lambda x, spec: constrained(x, mesh, spec), state, specs_by_rank(state, HEADS)
     )

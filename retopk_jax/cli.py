@@ -175,7 +175,11 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
     parser.add_argument(
-        "--method", choices=["loki"], required=True, help="loki: principal components of the keys"
+        "--method",
+        choices=["loki", "retopk"],
+        required=True,
+        help="loki: principal components of the keys; retopk: maps from similarity to the "
+        "expected error of a reuse",
     )
     _add_model(parser)
     parser.add_argument(
@@ -190,10 +194,36 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=int,
         metavar="N",
-        help="tokens read at once (default: 4096, or as many as the model has positions for)",
+        help="loki: tokens read at once (default: 4096, or as many as the model has positions "
+        "for); retopk: recent tokens that are always candidates (default: 32)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="BASIS", help="the file to make")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to make")
+    _add_risk(parser.add_argument_group("options of --method retopk"))
     _add_cache(parser)
+
+
+def _add_risk(group: argparse._ArgumentGroup) -> None:
+    for name, metavar, text in (
+        ("budget", "K", "tokens attended (default: 512)"),
+        ("capacity", "C", "remembered (query, support) pairs a head (default: 32)"),
+        ("recall", "R", "entries whose supports are merged (default: 4)"),
+        ("refresh", "T", "scan all keys every T steps, 0 for never (default: 128)"),
+        ("context", "N", "tokens of a window that are read before the decode (default: 4096)"),
+        ("steps", "N", "tokens of a window that are fed to the decode (default: 256)"),
+        ("windows", "N", "windows of the text at most, spread evenly (default: 8)"),
+        ("rows", "B", "windows decoded at once (default: 4)"),
+        ("rounds", "N", "decodes by the fitted policy, each fitted anew (default: 2)"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar=metavar, help=text)
+    group.add_argument(
+        "--tau", type=float, help="threshold of the first decode, groups scanning whole (0.85)"
+    )
+    group.add_argument(
+        "--target",
+        metavar="WHAT=VALUE",
+        help="what theta is chosen for: tau=TAU, the error of that threshold; share=SHARE of KV "
+        "groups scanned; or error=ERROR, mean relative error of a head-step (default: tau=0.85)",
+    )
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

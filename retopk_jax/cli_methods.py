@@ -22,7 +22,9 @@ from retopk_jax.attention import (
     StreamingLLM,
     TokenSelect,
 )
-from retopk_jax.calibration import LokiBasis, load_basis
+from retopk_jax.attention.path_policy import Risk, check_theta
+from retopk_jax.calibration import LokiBasis, RiskPolicy, load_basis, load_policy
+from retopk_jax.calibration.retopk import SIZES
 from retopk_jax.errors import ConfigError
 
 
@@ -90,6 +92,33 @@ def _loki_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return given if basis is None else {**given, "basis": jnp.asarray(basis.basis)}
 
 
+def _policy(name: str) -> RiskPolicy:
+    try:
+        return load_policy(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _retopk_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The maps of a policy, and the sizes that it was fitted with where none are given."""
+    policy, theta = given.get("risk"), given.pop("risk_theta", None)
+    unchecked = given.pop("risk_unchecked", False)
+    if policy is None:
+        for option, value in (("--risk-theta", theta), ("--risk-unchecked", unchecked or None)):
+            if value is not None:
+                raise ConfigError(f"{option} tells how a policy is used: give --risk FILE")
+        return given
+    if "tau" in given:
+        raise ConfigError(f"--tau {given['tau']} has no effect under --risk: leave one of them out")
+    if theta is not None:
+        check_theta("--risk-theta", theta)
+    sizes = {name: policy.provenance["sizes"][name] for name in (*SIZES, "refresh")}
+    method = {**sizes, **given, "risk": policy.risk(theta)}
+    if not unchecked:
+        policy.check_sizes(ReTopK(**method))
+    return method
+
+
 _BUDGET = Option(int, "K", "tokens attended")
 
 METHODS: dict[str, Method] = {
@@ -107,7 +136,24 @@ METHODS: dict[str, Method] = {
             "recall_by": Option(
                 str, "ORDER", "merge the entries most alike in similarity, or the last by recency"
             ),
+            "share_scan": Option(
+                _yes_or_no, "yes|no", "all heads of a KV group scan where one does", "no"
+            ),
+            "risk": Option(
+                _policy,
+                "FILE",
+                "scan the KV groups whose expected error is above theta instead of heads below "
+                "tau; from retopk calibrate --method retopk, whose sizes become the defaults",
+                "none",
+            ),
+            "risk_theta": Option(
+                float, "THETA", "expected error that a KV group may bear", "the policy's"
+            ),
+            "risk_unchecked": Option(
+                _yes_or_no, "yes|no", "take a policy of another model, K, C, R or W", "no"
+            ),
         },
+        _retopk_arguments,
     ),
     StreamingLLM.name: Method(
         StreamingLLM,
@@ -229,14 +275,17 @@ def chosen_methods(args: argparse.Namespace) -> dict[str, AttentionMethod]:
 
 
 def check_calibration(args: argparse.Namespace, model: CausalLM) -> None:
-    """Refuses a basis that was fitted on another model."""
+    """Refuses a basis or a policy that was fitted on another model."""
     if args.method_basis is not None:
         args.method_basis.check_model(model)
+    if args.method_risk is not None and not args.method_risk_unchecked:
+        args.method_risk.check_model(model)
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Where the basis of the command line comes from; None without one."""
-    return None if args.method_basis is None else args.method_basis.provenance
+    """Where the basis or the policy of the command line comes from; None without one."""
+    fitted = args.method_basis if args.method_risk is None else args.method_risk
+    return None if fitted is None else fitted.provenance
 
 
 def flag(name: str) -> str:
@@ -246,10 +295,13 @@ def flag(name: str) -> str:
 
 def settings(method: AttentionMethod) -> dict[str, Any]:
     """The command line's settings of a method, by field name; of an array, its hash."""
-    return {name: _plain(getattr(method, name)) for name in METHODS[method.name].options}
+    names = (name for name in METHODS[method.name].options if hasattr(method, name))
+    return {name: _plain(getattr(method, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Risk):
+        return value.described()
     if isinstance(value, jax.Array) and value.ndim > 0:
         return "sha256:" + hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
     return value

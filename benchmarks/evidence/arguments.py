@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.evidence.documents import Documents, cut_documents, load_documents
+from benchmarks.evidence.methods import check_policies
 from benchmarks.evidence.programs import forget_programs
 from benchmarks.evidence.smoke_model import NAME as SMOKE_MODEL
 from benchmarks.evidence.smoke_model import smoke_model
@@ -93,7 +94,9 @@ def open_model(args: argparse.Namespace, source: str | None = None) -> CausalLM:
     name = source if source is not None else args.model
     if name is None:
         name = SMOKE_MODEL if args.smoke else "smollm2"
-    return _extended(name, args.dtype, args.rope)
+    model = _extended(name, args.dtype, args.rope)
+    check_policies(args.methods, args.budgets, model)
+    return model
 
 
 @functools.lru_cache(maxsize=1)

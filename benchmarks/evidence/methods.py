@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,10 @@ from retopk_jax import (
     StreamingLLM,
     TokenSelect,
 )
+from retopk_jax.attention.path_policy import Risk
+from retopk_jax.calibration import load_policy
 from retopk_jax.errors import ConfigError
+from retopk_jax.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,16 @@ def make_variants(
     """Every method at every budget; Full once.
 
     Args:
-        names: each ``METHOD`` or ``METHOD:field=value,field=value``.
+        names: each ``METHOD`` or ``METHOD:field=value,field=value``. ReTopK also takes
+            ``risk=FILE``, from `retopk calibrate`, where ``{K}`` stands for the budget, with the
+            sizes of the file as defaults, and then ``theta=THETA`` or ``share=SHARE`` of KV groups
+            scanned, and ``unchecked=true`` for a file of another model or other sizes.
         budgets: K.
         basis: for Loki.
 
     Raises:
-        ConfigError: an unknown method or field, or a value out of range.
+        ConfigError: an unknown method or field, a value out of range, or a file that cannot be
+            used.
     """
     variants = []
     for name in names:
@@ -112,6 +120,9 @@ def make_variants(
         given = _options(options, name)
         for budget in [None] if base == "full" else budgets:
             method = MAKERS[base](budget or 0, basis)
+            if isinstance(method, ReTopK) and "risk" in given:
+                variants.append(_by_risk(name, budget or 0, given))
+                continue
             unknown = set(given) - {field.name for field in fields(method)}  # pyright: ignore
             if unknown:
                 raise ConfigError(f"--methods {name}: {base} has no {', '.join(sorted(unknown))}")
@@ -119,6 +130,40 @@ def make_variants(
             label = name if budget is None else f"{name} K={budget}"
             variants.append(Variant(label, name, budget, method))
     return variants
+
+
+def _by_risk(name: str, budget: int, given: Mapping[str, Any]) -> Variant:
+    """ReTopK under a policy from a file; its name has the file's without a directory."""
+    settings = dict(given)
+    path = Path(str(settings.pop("risk")).replace("{K}", str(budget)))
+    policy = load_policy(path)
+    theta, share = settings.pop("theta", None), settings.pop("share", None)
+    unchecked = settings.pop("unchecked", False)
+    if theta is not None and share is not None:
+        raise ConfigError(f"--methods {name}: expected theta or share, not both")
+    unknown = set(settings) - {field.name for field in fields(ReTopK)}
+    if unknown or "tau" in settings:
+        wrong = ", ".join(sorted(unknown | ({"tau"} & set(settings))))
+        raise ConfigError(f"--methods {name}: retopk under risk has no {wrong}")
+    chosen = policy.theta_at(share) if share is not None else theta
+    method = policy.method(budget=budget, risk=policy.risk(chosen), **settings)
+    if not unchecked:
+        policy.check_sizes(method)
+    shown = ",".join(f"{key}={path.name if key == 'risk' else x}" for key, x in given.items())
+    return Variant(f"retopk:{shown} K={budget}", f"retopk:{shown}", budget, method)
+
+
+def check_policies(names: Sequence[str], budgets: Sequence[int], model: LanguageModel) -> None:
+    """Refuses policies of ``--methods`` that were fitted on another model, unless unchecked.
+
+    Raises:
+        ConfigError: one was, with the reason.
+    """
+    for name in names:
+        given = _options(name.partition(":")[2], name)
+        if "risk" in given and not given.get("unchecked", False):
+            for path in {str(given["risk"]).replace("{K}", str(budget)) for budget in budgets}:
+                load_policy(path).check_model(model)
 
 
 def needs_basis(names: Sequence[str]) -> bool:
@@ -141,6 +186,8 @@ def method_settings(method: AttentionMethod) -> dict[str, Any]:
             value = f"array {tuple(value.shape)}"
         if isinstance(value, AttentionMethod):
             value = method_settings(value)
+        if isinstance(value, Risk):
+            value = value.described()
         found[field.name] = value
     return found
 

@@ -237,13 +237,17 @@ def _entries(
             counted = paths[row]
             entry["paths"] = [counted.reuse, counted.fallback, counted.refresh]
             entry["candidates"] = counted.candidates
+            if counted.groups_scanned is not None:
+                entry["groups"] = [counted.groups_scanned, counted.group_steps]
+            if counted.predicted_error is not None:
+                entry["predicted_error"] = counted.predicted_error
         entry.update({name: float(values[row]) for name, values in usage.items()})
         entries.append(entry)
     return entries
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Path shares, candidates, reads and speed over documents."""
+    """Path shares, groups scanned, expected error, candidates and reads over documents."""
     found: dict[str, Any] = {
         name: float(np.mean([entry[name] for entry in entries]))
         for name in ("tokens_attended", "key_bytes", "value_bytes")
@@ -256,6 +260,11 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for name, n in zip(("reuse", "fallback", "refresh"), paths, strict=True)
         }
         found["exact_path_rate"] = 1 - int(paths[0]) / total
+        if "groups" in entries[0]:
+            scanned, steps = np.sum([entry["groups"] for entry in entries], axis=0)
+            found["groups_scanned"] = int(scanned) / max(int(steps), 1)
+        if "predicted_error" in entries[0]:
+            found["predicted_error"] = sum(e["predicted_error"] for e in entries) / total
         found["mean_candidates"] = sum(e["candidates"] for e in entries) / max(int(paths[0]), 1)
     return found
 

@@ -1,7 +1,9 @@
 """Which heads scan all keys in a step: by their own similarity, or by what a KV group risks."""
 
+import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,17 @@ class Risk:
             )
         if (np.diff(similarity) < 0).any() or (np.diff(error) > 0).any():
             raise ConfigError("risk: expected similarities that ascend and errors that descend")
+
+    def described(self) -> dict[str, Any]:
+        """Theta, and a hash of the maps; as JSON, infinite numbers by name."""
+        maps = hashlib.sha256()
+        for knots in (self.similarity, self.error):
+            maps.update(np.asarray(knots).tobytes())
+        theta = float(self.theta)
+        return {
+            "theta": theta if math.isfinite(theta) else str(theta),
+            "maps": "sha256:" + maps.hexdigest(),
+        }
 
     def expected(self, layer: int | jax.Array, rho_max: jax.Array) -> jax.Array:
         """Expected error of every head's reuse, float32 ``[B, H]``.

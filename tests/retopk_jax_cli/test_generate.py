@@ -19,6 +19,8 @@ KEYS = {
     "tokens_per_second",
     "path_shares",
     "mean_candidates",
+    "group_share",
+    "predicted_error",
     "bytes",
 }
 
