@@ -376,7 +376,7 @@ def _measure(
             message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             print(f"{name} {sizes.length:9,} {part:12} failed: {message}", flush=True)
             table.put({**row, "milliseconds": None, "error": message})
-            if cache.keys[0].is_deleted():
+            if jax.tree.leaves(cache)[0].is_deleted():
                 cache = cache_of(decoder.geometry, sizes, decoder.dtype, decoder.mesh)
             continue
         row |= {"milliseconds": round(timing.milliseconds, 4), "spread": round(timing.spread, 4)}
