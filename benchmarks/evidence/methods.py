@@ -149,7 +149,8 @@ def _by_risk(name: str, budget: int, given: Mapping[str, Any]) -> Variant:
     method = policy.method(budget=budget, risk=policy.risk(chosen), **settings)
     if not unchecked:
         policy.check_sizes(method)
-    shown = ",".join(f"{key}={path.name if key == 'risk' else x}" for key, x in given.items())
+    named = {**given, "risk": Path(str(given["risk"])).name}
+    shown = ",".join(f"{key}={value}" for key, value in named.items())
     return Variant(f"retopk:{shown} K={budget}", f"retopk:{shown}", budget, method)
 
 

@@ -80,8 +80,9 @@ class Risk:
         width = jnp.diff(x)
         # A knot that is repeated adds nothing: its drop is none or counted at once.
         reached = rho_max[..., None] - x[..., :-1]
-        part = jnp.where(width > 0, reached / jnp.where(width > 0, width, 1.0), reached >= 0)
-        return y[..., 0] + jnp.sum(jnp.clip(part, 0.0, 1.0) * jnp.diff(y), axis=-1)
+        part = jnp.clip(reached / jnp.where(width > 0, width, 1.0), 0.0, 1.0)
+        part = jnp.where(width > 0, part, (reached >= 0).astype(part.dtype))
+        return y[..., 0] + jnp.sum(part * jnp.diff(y), axis=-1)
 
 
 def check_theta(name: str, value: float | str | np.generic) -> None:
