@@ -251,10 +251,18 @@ def check_context(decoder: Decoder, context: Context) -> None:
             "use donate=False"
         )
     geometry, keys = decoder.geometry, context.cache.keys
-    names = ("layers", "KV heads", "head_dim", "vocabulary", "dtype")
-    found = (len(keys), keys[0].shape[1], keys[0].shape[3], context.logits.shape[1], keys[0].dtype)
+    names = ("layers", "query heads", "KV heads", "head_dim", "vocabulary", "dtype")
+    found = (
+        len(keys),
+        context.tail_queries[0].shape[2],
+        keys[0].shape[1],
+        keys[0].shape[3],
+        context.logits.shape[1],
+        keys[0].dtype,
+    )
     wanted = (
         geometry.num_layers,
+        geometry.num_heads,
         geometry.num_kv_heads,
         geometry.head_dim,
         decoder.vocab_size,

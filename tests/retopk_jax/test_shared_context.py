@@ -162,6 +162,7 @@ def test_what_cannot_be_continued_is_refused(model, book, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
     for other, message in (
         (toy_model(layers=1), "a model of layers 2, this one has 1"),
+        (toy_model(heads=4), "a model of query heads 6, this one has 4"),
         (toy_model(kv_heads=3), "a model of KV heads 2, this one has 3"),
         (toy_model(dtype="bfloat16"), "a model of dtype float32, this one has bfloat16"),
     ):
