@@ -32,12 +32,14 @@ from benchmarks.kernel_workload import (
     time_method,
     time_retopk,
 )
+from benchmarks.results_file import prepare_directory
 from benchmarks.timed_rows import Measured, Row, Table, options
 from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.full_attention import full_attention
 from pallas_kernels.prefill_supports import prefill_supports
 from retopk_jax.attention import ReTopK
+from retopk_jax.attention.checks import check_integer
 from retopk_jax.prefill_attention import prompt_attention
 
 SETTINGS = {
@@ -274,6 +276,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=16, help="a second batch, at --batch-lengths")
     parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384, 131072])
     args = parser.parse_args(argv)
+    for length in args.lengths:
+        check_integer("--lengths", length, minimum=1)
+    prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     print(f"copy {bandwidth * 1e-6:.2f} TB/s", flush=True)
     settings = {**SETTINGS, "copy_bytes_per_microsecond": round(bandwidth)}

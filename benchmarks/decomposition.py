@@ -23,9 +23,11 @@ from benchmarks.kernel_workload import (
     forced_paths,
     fused_step,
 )
+from benchmarks.results_file import prepare_directory
 from benchmarks.timed_rows import Row, Table, options
 from benchmarks.timing import copy_bytes_per_microsecond
 from pallas_kernels.retopk_step import Remembered
+from retopk_jax.attention.checks import check_integer
 
 PARTS = {
     "retopk_recall": "recall and candidate scoring",
@@ -140,6 +142,9 @@ def main(argv: Sequence[str]) -> None:
     parser = options("decomposition", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
     args = parser.parse_args(argv)
+    for length in args.lengths:
+        check_integer("--lengths", length, minimum=1)
+    prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     settings = {
         **SETTINGS,

@@ -25,7 +25,7 @@ from benchmarks.synthetic_decode import (
     cache_of,
     compile_steps,
 )
-from benchmarks.timed_rows import options
+from benchmarks.timed_rows import check_only, options
 from benchmarks.timing import copy_bytes_per_microsecond
 from models import (
     CausalLM,
@@ -238,6 +238,8 @@ def main(argv: Sequence[str]) -> None:
     written = args.steps * (args.calls + 1)
     for length in args.lengths:
         check_integer("--lengths", length, minimum=written + 1)
+    if args.coordinator is None and (args.processes, args.process) != (None, None):
+        raise ConfigError("--processes and --process are of several hosts: give --coordinator")
     _distribute(args)
     mesh = parse_mesh(args.mesh)
     if mesh is not None and mesh.shape[DATA] > 1:
@@ -247,6 +249,7 @@ def main(argv: Sequence[str]) -> None:
     if mesh is not None:
         decoder = shard_decoder(decoder, mesh)
     parts = parts_of(decoder.config, retopk, args.steps, args.pattern)
+    check_only(args.only, parts)
     for length in args.lengths:
         check_sizes(1, length, mesh)
     contexts = {n: Sizes(n, written, buffers_for(decoder, n)) for n in args.lengths}

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.timed_rows import Measured, Table, options
+from benchmarks.results_file import prepare_directory
+from benchmarks.timed_rows import Measured, Table, check_only, options
 from benchmarks.timing import after, call_microseconds, chain_of, copy_bytes_per_microsecond
 from pallas_kernels.exact_support import exact_support
 from pallas_kernels.prefill_supports import prefill_supports
@@ -288,6 +289,8 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: a kernel differs from plain XLA, or did not run; after everything is written.
     """
     args = options("kernel_matrix", __doc__).parse_args(argv)
+    check_only(args.only, [*OPS, *(part for op in OPS.values() for part in op.cases)])
+    prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     settings = {
         "time": f"a step of {STEPS_TIMED} in one jit; one layer, which may stay in the L2 cache",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def recorded(path: Path, steps: int, layers: int, heads: int, groups: int) -> Pa
     try:
         with np.load(path, allow_pickle=False) as file:
             scans = np.asarray(file["scans"], np.bool_)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
         raise ConfigError(f"--pattern {path}: no array 'scans' to read ({error})") from error
     if scans.ndim != 4 or scans.shape[3] != heads // groups:
         raise ConfigError(

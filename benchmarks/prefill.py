@@ -91,7 +91,7 @@ def _prime_seconds(method: ReTopK, context: Context) -> float:
 
 def main(argv: Sequence[str]) -> None:
     """Measures, prints and writes ``prefill.json``."""
-    parser = options(NAME, __doc__)
+    parser = options(NAME, __doc__, has_parts=False)
     parser.add_argument("--model", choices=list(SHAPES), default="qwen2.5-7b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**14, 2**17])
     parser.add_argument("--runs", type=int, default=2, help="after one that compiles (%(default)s)")

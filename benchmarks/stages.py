@@ -23,7 +23,8 @@ from benchmarks.kernel_workload import (
     time_method,
     time_retopk,
 )
-from benchmarks.timed_rows import Measured, Row, Table, options
+from benchmarks.results_file import prepare_directory
+from benchmarks.timed_rows import Measured, Row, Table, check_only, options
 from benchmarks.timing import copy_bytes_per_microsecond
 from pallas_kernels.candidates import candidates
 from pallas_kernels.exact_support import exact_support
@@ -32,6 +33,7 @@ from pallas_kernels.retopk_step import Remembered
 from pallas_kernels.retopk_step.types import FALLBACK, REUSE
 from pallas_kernels.select import select
 from pallas_kernels.sparse_attend import sparse_attend
+from retopk_jax.attention.checks import check_integer
 
 
 class Parts(NamedTuple):
@@ -185,6 +187,10 @@ def main(argv: Sequence[str]) -> None:
     parser = options("stages", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 131072])
     args = parser.parse_args(argv)
+    check_only(args.only, [*STAGES, *(what for what, _ in STAGES.values())])
+    for length in args.lengths:
+        check_integer("--lengths", length, minimum=1)
+    prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     print(f"copy {bandwidth * 1e-6:.2f} TB/s", flush=True)
     settings: dict[str, Any] = {

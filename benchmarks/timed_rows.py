@@ -2,26 +2,49 @@
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import prepare_directory, write_results
 from retopk_jax.cli_files import write_text
+from retopk_jax.errors import ConfigError
 
 Row = dict[str, Any]
 Measured = tuple[float, float, dict[str, Any]]
 """Microseconds, their floor (both of a step), and what else is to be said in the row."""
 
 
-def options(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of the options that every benchmark of kernels has."""
+def options(
+    name: str, description: str | None, *, has_parts: bool = True
+) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark of kernels has; ``--only`` if it has parts."""
     parser = argparse.ArgumentParser(prog=f"benchmarks {name}", description=description)
     parser.add_argument("--out", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--only", nargs="+", default=[], help="methods or parts (all)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no new row after that long")
+    if has_parts:
+        parser.add_argument("--only", nargs="+", default=[], help="methods or parts (all)")
+    parser.add_argument("--seconds", type=_seconds, default=1e9, help="no new row after that long")
     parser.add_argument("--commit", help="of these files, where they are not in git")
     return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return value
+
+
+def check_only(only: Sequence[str], known: Iterable[str]) -> None:
+    """Refuses an ``--only`` that would measure nothing.
+
+    Raises:
+        ConfigError: there is no such method or part.
+    """
+    known = list(dict.fromkeys(known))
+    for name in only:
+        if name not in known:
+            raise ConfigError(f"--only {name}: expected one of {'; '.join(known)}")
 
 
 class Table:

@@ -33,6 +33,7 @@ from models.weights import dotted
 from pallas_kernels.packed import rows_of, whole_lanes
 from pallas_kernels.retopk_step import Remembered
 from retopk_jax.attention import AttentionMethod, ExactTopK, ReTopK
+from retopk_jax.attention.checks import check_integer
 from retopk_jax.decode import DecodeState, start, step_logits
 from retopk_jax.errors import ConfigError
 from retopk_jax.kv_cache import empty_kv_cache
@@ -327,6 +328,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=28, help="of the decode steps")
     parser.add_argument("--only", default="", help="programs whose name starts with this")
     args = parser.parse_args(argv)
+    for name in ("slots", "layers"):
+        check_integer(f"--{name}", getattr(args, name), minimum=1)
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("tpu_static needs libtpu: pip install -e '.[aot]'")
     directory = prepare_directory(args.out)
