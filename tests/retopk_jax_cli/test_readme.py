@@ -29,7 +29,8 @@ def test_python_examples_run(tiny, monkeypatch, capsys):
 @pytest.mark.parametrize("line", re.findall(r"^retopk .*", README, re.MULTILINE))
 def test_command_lines_parse(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("QUESTION.txt").write_text("Who?", encoding="utf-8")
+    for name in ("BOOK.txt", "QUESTION.txt"):
+        Path(name).write_text("Who?", encoding="utf-8")
     basis, variance = np.eye(4, dtype=np.float32)[None, None], np.ones((1, 1, 4), np.float32)
     save_basis("basis.npz", LokiBasis(basis, variance, {"format": FORMAT}))
     cli._parser().parse_args(shlex.split(line, comments=True)[1:])
