@@ -126,7 +126,7 @@ def interval_variants(
     for budget in budgets:
         found += make_variants(["exact"], [budget], None)
         (base,) = make_variants([method], [budget], None)
-        found += [base.changed(f"{method} | T_r={t}", {"refresh": t}) for t in intervals]
+        found += [base.changed(f"{base.name} | T_r={t}", {"refresh": t}) for t in intervals]
     return found
 
 

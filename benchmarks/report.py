@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fidelity, long_horizon, niah, sensitivity
+from benchmarks import fidelity, long_horizon, niah, policy, sensitivity
 from benchmarks.evidence.report_tables import Section, sections
 from benchmarks.results_file import prepare_directory
 from retopk_jax.cli_files import write_text
@@ -25,6 +25,7 @@ DRAWERS: dict[str, Drawer] = {
     "niah": niah.draw,
     "fidelity": fidelity.draw_all,
     "sensitivity": sensitivity.draw_all,
+    "policy": policy.draw_all,
     "long_horizon": long_horizon.draw,
 }
 """Draws the pictures of a result's rows beside the file named."""

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "fidelity": "supports and outputs beside exact ones, per layer and head",
     "ablation": "ReTopK without one of its components at a time",
     "sensitivity": "ReTopK with one setting changed at a time",
+    "policy": "perplexity against KV groups scanned: tau, tau of groups, and expected error",
     "long_horizon": "long continuations: error along them, and ReTopK with an Exact shadow",
     "transfer": "the default configuration on several models, side by side",
     "niah": "facts hidden in a long text, RULER's tasks, every method",

@@ -54,6 +54,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
         "fidelity": fidelity_section,
         "ablation": ablation_section,
         "sensitivity": sensitivity_section,
+        "policy": policy_section,
         "long_horizon": long_horizon_section,
         "transfer": transfer_section,
     }
@@ -239,6 +240,37 @@ def ablation_section(results: Sequence[Result]) -> Section:
         tables,
         [],
         [SPEED, *_remarks(results)],
+    )
+
+
+def policy_section(results: Sequence[Result]) -> Section:
+    """Groups that scan whole, beyond the source."""
+    tables, images = [], []
+    for result in results:
+        for row in result["rows"]:
+            images += row.get("plots", [])
+    for key, rows in _grouped(results).items():
+        cells = [
+            [
+                row["label"].rpartition(" K=")[0] or row["method"],
+                _number(row["budget"]),
+                f"{row['length']:,}",
+                _percent(row.get("groups_scanned")),
+                _percent(row.get("exact_path_rate")),
+                f"{row['perplexity']:.3f}",
+                _change(row.get("against_exact")),
+                _change(row.get("against_tau")),
+            ]
+            for row in rows
+        ]
+        head = ["policy", "K", "length", "groups", "heads", "PPL", "over Exact", "over tau=.85"]
+        tables.append(Table(f"{key}: KV groups scanned, and what that costs", head, cells))
+    return Section(
+        "Path policies (beyond the source)",
+        "The source decides each head by tau=.85 alone; a scan reads the keys of its whole group.",
+        tables,
+        list(dict.fromkeys(images)),
+        _remarks(results),
     )
 
 

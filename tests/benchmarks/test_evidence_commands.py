@@ -21,13 +21,18 @@ from benchmarks import (
     longbench,
     niah,
     perplexity,
+    policy,
     report,
     sensitivity,
     transfer,
 )
+from benchmarks.evidence.arguments import SAMPLE_TEXT
 from benchmarks.evidence.programs import forget_programs
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.shadow import by_bucket
+from benchmarks.evidence.smoke_model import smoke_model
+from retopk_jax import ReTopK
+from retopk_jax.calibration import Target, calibrate_retopk, save_policy
 from retopk_jax.errors import ConfigError
 
 SMALL = ["--smoke", "--budgets", "48", "--capacity", "512", "--compile-threads", "1"]
@@ -52,12 +57,29 @@ def out(tmp_path_factory):
     fidelity.main([*every, "--methods", "retopk"])
     ablation.main(every)
     sensitivity.main(every)
+    policy.main([*every, "--risk", str(write_policies(directory / "smoke-{K}"))])
     long_horizon.main(every)
     transfer.main([*every, "--tag", "two"])
     niah.main([*SMALL[:3], "--out", str(directory), "--lengths", "1024", "--documents", "3"])
     longbench.main([*SMALL[:3], "--out", str(directory)])
     report.main(["--results", str(directory)])
     return directory
+
+
+def write_policies(path):
+    """Maps of expected errors at the budget of `SMALL`."""
+    fitted = calibrate_retopk(
+        smoke_model(),
+        [SAMPLE_TEXT],
+        ReTopK(budget=48),
+        target=Target("share", 0.2),
+        context=200,
+        steps=16,
+        windows=2,
+        rounds=0,
+    )
+    save_policy(str(path).replace("{K}", "48"), fitted)
+    return path
 
 
 def rows_of(path, **wanted):
@@ -81,6 +103,32 @@ def test_perplexity_compares_eight_methods_on_the_same_documents(out):
     assert settings["loki_calibration"]["document"] not in settings["documents"]["names"]
     assert settings["model"]["rope"] == "as trained"
     assert {"machine", "commit", "date"} <= set(result)
+
+
+def test_policies_are_set_against_the_groups_that_they_scan(out):
+    result = json.loads((out / "policy.json").read_text())
+    rows = {row["label"].rpartition(" K=")[0] or "full": row for row in result["rows"]}
+    assert set(rows) == {
+        *("full", "exact", "tau 0.6", "shared 0.6", "tau 0.85", "shared 0.85"),
+        *("risk 0.02", "risk 0.2"),
+    }
+    (default,) = rows_of(out / "sensitivity.json", label="retopk | default K=48")
+    assert rows["tau 0.85"]["nll_per_document"] == default["nll_per_document"]
+    assert "against_tau" not in rows["tau 0.85"]
+    assert "against_tau" not in rows["exact"]
+    for name, row in rows.items():
+        if name not in ("full", "exact"):
+            assert 0 < row["exact_path_rate"] <= row["groups_scanned"] < 1
+            assert row["against_exact"].keys() >= {"percent", "low", "high"}
+            assert row["plots"] == ["policy_256_K48.png"]
+        if name.startswith(("risk", "shared")):
+            assert row["exact_path_rate"] == pytest.approx(row["groups_scanned"])
+        assert ("predicted_error" in row) == name.startswith("risk")
+    assert rows["risk 0.02"]["groups_scanned"] < rows["risk 0.2"]["groups_scanned"]
+    assert rows["risk 0.02"]["predicted_error"] > rows["risk 0.2"]["predicted_error"] > 0
+    assert (out / "policy_256_K48.png").is_file()
+    assert result["settings"]["calibrations"][0]["sizes"]["budget"] == 48
+    assert "Path policies" in (out / "report.md").read_text(encoding="utf-8")
 
 
 def test_ablation_and_sensitivity_start_from_the_same_default(out):
@@ -254,7 +302,7 @@ def test_report_is_whole(out):
     page = Page()
     page.feed((out / "report.html").read_text(encoding="utf-8"))
     assert not page.open
-    assert len(page.headings) == 9  # eight experiments and the settings
+    assert len(page.headings) == 10  # nine experiments and the settings
     assert len(page.images) >= 7
     for source in page.images:
         kind, _, data = source.partition(",")
