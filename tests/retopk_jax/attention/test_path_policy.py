@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,7 @@ def test_paths_follow_the_policy_and_scanned_heads_are_exact(name: str) -> None:
         assert lost[0].all() == (t == 0)
         expected = np.zeros_like(rho)
         if name == "risk":
+            assert method.risk is not None
             x, y = np.asarray(method.risk.similarity[0]), np.asarray(method.risk.error[0])
             expected = expected_by_numpy(x, y, rho)
             risky = expected.reshape(BATCH, GROUPS, each).sum(axis=2) > 0.9
@@ -269,7 +271,8 @@ def test_paths_follow_the_policy_and_scanned_heads_are_exact(name: str) -> None:
     assert [row.group_steps for row in rows] == [3 * GROUPS, STEPS * GROUPS, STEPS * GROUPS]
     assert sum(rows[0].by_head[0][h][p] for h in range(HEADS) for p in range(3)) == 3 * HEADS
     if name == "risk":
-        np.testing.assert_allclose([row.predicted_error for row in rows], predicted, rtol=1e-5)
+        counted = np.array([row.predicted_error for row in rows], np.float64)
+        np.testing.assert_allclose(counted, predicted, rtol=1e-5)
         assert predicted[1:].min() > 0
     else:
         assert rows[0].predicted_error is None
@@ -313,7 +316,7 @@ def test_minus_infinity_is_exact_and_infinity_scans_only_when_it_must() -> None:
 
 def test_theta_and_maps_do_not_recompile() -> None:
     keys, values, tail, queries, lengths = data()
-    run = jax.jit(lambda method, state, *args: method.attend(0, state, *args))
+    run: Any = jax.jit(lambda method, state, *args: method.attend(0, state, *args))
     step = step_of(lengths, np.zeros(BATCH, np.int32), np.ones(BATCH, bool))
     for seed, theta in enumerate((0.3, 1.0, np.inf, -np.inf)):
         risk = draw_risk(np.random.default_rng(seed), float(theta))
