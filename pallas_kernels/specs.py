@@ -276,6 +276,7 @@ _ONLY_STEP = {
         (s := Shape(b=1, h=7, g=1, dtype=jnp.bfloat16)),
         problem(s, (90,), keys="twins"),
     ),
+    "long_supports": lambda: ((s := Shape(b=1, h=2, g=1, s=200, k=40)), problem(s, (190,))),
     "eight_heads_each": lambda: ((s := Shape(b=1, h=8, g=1, w=0)), problem(s, (90,))),
 }
 _ONLY_TOP_K = {
@@ -329,4 +330,6 @@ def names(op: str) -> list[str]:
     }
     if op == "retopk_step":
         return [*_PROBLEMS, *_ONLY_STEP]
+    if op == "candidates":
+        return [*_PROBLEMS, "long_supports"]
     return list(relevant.get(op, _PROBLEMS))

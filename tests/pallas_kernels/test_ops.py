@@ -152,6 +152,27 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
         assert_same(expected, general(*args))
 
 
+@pytest.mark.parametrize(("tiles", "merged"), [(4, 4), (5, 2)])
+def test_sets_of_several_tiles(tiles: int, merged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.exact_support import reference, triton
+
+    of = triton.Scan.of
+
+    def several(*args) -> triton.Scan:
+        split = of(*args)
+        programs = -(-args[2] // (split.tile * tiles))
+        return split._replace(tiles=tiles, merged=merged, programs=programs)
+
+    monkeypatch.setattr(triton.Scan, "of", several)
+    shape = specs.Shape(h=3, g=1, s=1100, k=6)
+    for lengths in ((1100, 900), (641, 5)):
+        p = specs.problem(shape, lengths)
+        args = (p["q"], p["keys"], p["lengths"], jnp.ones((2, 3), jnp.bool_))
+        variant = f"{tiles} tiles, {merged} merged"
+        several_tiles = compiled("exact_support", variant, budget=6, implementation="triton")
+        assert_same(reference.exact_support(*args, budget=6), several_tiles(*args))
+
+
 @pytest.mark.parametrize("name", specs.names("top_k"))
 def test_top_k_of_many_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_kernels.exact_support import triton as exact
