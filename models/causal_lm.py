@@ -15,6 +15,7 @@ from retopk_jax.language_model import Params
 from .config import ModelConfig, with_rope
 from .decoder import TransformerDecoder
 from .errors import TokenizerError
+from .residual import residual_metric
 from .tokenizer import TextTokenizer
 from .weights import parameter_paths
 
@@ -65,6 +66,10 @@ class CausalLM:
                 f"{self.source}: has no tokenizer.json, so prompts must be token ids"
             )
         return self.tokenizer
+
+    def residual_metric(self, tokens: jax.Array) -> jax.Array:
+        """See `models.residual.residual_metric`."""
+        return residual_metric(self.decoder, self.params, tokens)
 
     def with_rope(
         self,

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from pallas_kernels.dispatch import platform
 from retopk_jax.language_model import Attend, Geometry, Params
 from retopk_jax.rotary import rotate
 
@@ -89,9 +90,10 @@ class SelfAttention(nnx.Module):
             q = rotate(q, angles, config.rope.scale)
             k = rotate(k, angles, config.rope.scale)
         with jax.named_scope("attend"):
-            out = attend(q, k, v)  # [B, T, H, D]
+            out = attend(q, k, v)  # [B, T, H, D], or one row that stands for all
         with jax.named_scope("output"):
-            return self.o_proj(out.reshape(rows, length, config.num_heads * config.head_dim))
+            out = out.reshape(-1, length, config.num_heads * config.head_dim)
+            return self.o_proj(jnp.broadcast_to(out, (rows, *out.shape[1:])))
 
 
 class MLP(nnx.Module):
@@ -158,14 +160,18 @@ class Stack(nnx.Module):
             )
         self.config = config
 
-    def hidden(
+    def residuals(
         self, tokens: jax.Array, positions: jax.Array, sequence_lengths: jax.Array, attend: Attend
-    ) -> jax.Array:
-        """See `retopk_jax.language_model.Decoder.hidden`."""
+    ) -> list[jax.Array]:
+        """What enters each block and, last, what leaves the last one, ``[B, T, E]``.
+
+        The arguments are those of `retopk_jax.language_model.Decoder.hidden`.
+        """
         with jax.named_scope("embed"):
             x = self.embed_tokens(tokens)  # [B, T, E]
             frequencies = self.config.rope.row_inverse_frequencies(sequence_lengths)
             angles = position_angles(positions, frequencies)  # [B, T, D/2]
+        stream = [x]
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
 
@@ -175,7 +181,8 @@ class Stack(nnx.Module):
                     return attend(index, q, k, v)
 
                 x = layer(x, angles, attend_layer)
-        return x
+            stream.append(x)
+        return stream
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """See `retopk_jax.language_model.Decoder.logits`."""
@@ -244,8 +251,33 @@ class TransformerDecoder:
         sequence_lengths: jax.Array,
         attend: Attend,
     ) -> jax.Array:
-        """See `retopk_jax.language_model.Decoder.hidden`."""
-        return self._bind(params).hidden(tokens, positions, sequence_lengths, attend)
+        """See `retopk_jax.language_model.Decoder.hidden`.
+
+        On a GPU a single token is computed as two equal rows: XLA would turn the products of one
+        row into sums, whose terms it writes out first, and its norms into several kernels.
+        """
+        run = self._bind(params).residuals
+        if tokens.size > 1 or platform() != "gpu":
+            return run(tokens, positions, sequence_lengths, attend)[-1]
+
+        def attend_one(layer: int, *qkv: jax.Array) -> jax.Array:
+            return attend(layer, *(x[:1] for x in qkv))
+
+        tokens, positions, sequence_lengths = (
+            jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (tokens, positions, sequence_lengths)
+        )
+        return run(tokens, positions, sequence_lengths, attend_one)[-1][:1]
+
+    def residuals(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        sequence_lengths: jax.Array,
+        attend: Attend,
+    ) -> list[jax.Array]:
+        """The residual stream; see `Stack.residuals`."""
+        return self._bind(params).residuals(tokens, positions, sequence_lengths, attend)
 
     def inverse_frequencies(self, sequence_lengths: jax.Array) -> jax.Array:
         """See `retopk_jax.language_model.Decoder.inverse_frequencies`."""

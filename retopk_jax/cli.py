@@ -10,6 +10,7 @@ from typing import NoReturn
 import jax
 
 from models import ModelError, convert
+from retopk_jax.calibration.retopk import ERRORS
 from retopk_jax.cli_cache import VARIABLE, enable_compilation_cache
 from retopk_jax.cli_calibrate import run_calibrate
 from retopk_jax.cli_generate import run_generate
@@ -223,6 +224,12 @@ def _add_risk(group: argparse._ArgumentGroup) -> None:
         metavar="WHAT=VALUE",
         help="what theta is chosen for: tau=TAU, the error of that threshold; share=SHARE of KV "
         "groups scanned; or error=ERROR, mean relative error of a head-step (default: tau=0.85)",
+    )
+    group.add_argument(
+        "--error",
+        choices=list(ERRORS),
+        help="what is fitted: the error of a head's output relative to the output, or after the "
+        "output projection relative to the residual stream (default: head)",
     )
 
 

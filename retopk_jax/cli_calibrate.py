@@ -51,7 +51,7 @@ Fit = Callable[[CausalLM, Console], None]
 
 def _loki(args: argparse.Namespace) -> Fit:
     """Checks the options of Loki; returns what fits and writes the basis."""
-    for name in (*SIZES, *PLAN, "target"):
+    for name in (*SIZES, *PLAN, "target", "error"):
         if name != "window" and getattr(args, name) is not None:
             raise ConfigError(f"--{name} does not apply to --method loki")
     if args.window is not None:
@@ -76,7 +76,7 @@ def _loki(args: argparse.Namespace) -> Fit:
 def _retopk(args: argparse.Namespace) -> Fit:
     """Checks the options of ReTopK; returns what fits and writes the policy."""
     method = ReTopK(**_given(args, SIZES))
-    plan = _given(args, PLAN)
+    plan, fitted = _given(args, PLAN), _given(args, ("error",))
     target = Target.parse("tau=0.85" if args.target is None else args.target)
     for name, value in plan.items():
         check_integer(f"--{name}", value, minimum=int(name != "rounds"))
@@ -86,7 +86,7 @@ def _retopk(args: argparse.Namespace) -> Fit:
             console.print(f"decoded {done:,} of {total:,} batches of windows")
 
         policy = calibrate_retopk(
-            model, args.text, method, target=target, **plan, progress=progress
+            model, args.text, method, target=target, **fitted, **plan, progress=progress
         )
         save_policy(args.out, policy)
         for turn, seen in enumerate(policy.provenance["rounds"]):

@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from retopk_jax.attention.checks import check_integer, check_number
+from retopk_jax.attention.checks import check_choice, check_integer, check_number
 from retopk_jax.attention.path_policy import Risk
 from retopk_jax.attention.retopk import REFRESH, REUSE, ReTopK
 from retopk_jax.calibration.archive import load_archive, save_archive
@@ -31,6 +32,16 @@ SIZES = ("budget", "capacity", "recall", "window")
 SHARES = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
 SHARES += (0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
 """Scanned shares of groups for which a policy says theta and error."""
+
+ERRORS = {
+    "head": "head: |o_reuse - o_exact| / |o_exact|",
+    "residual": "residual: |W_o (o_reuse - o_exact)| / |x|, |x| the median norm of what enters the "
+    "layer, over the first tokens of the windows",
+}
+"""What is fitted, as files say it: W_o is a head's part of the output projection."""
+
+METRIC_TOKENS = 1024
+"""Tokens of a window over which the norm of the residual stream is taken."""
 
 TARGETS = ("tau", "share", "error")
 _ARRAYS = ("similarity", "error", "theta", "points")
@@ -134,12 +145,22 @@ class RiskPolicy:
                 )
 
 
+@runtime_checkable
+class TellsResiduals(Protocol):
+    """A model that knows how its heads' outputs enter the residual stream."""
+
+    def residual_metric(self, tokens: jax.Array) -> jax.Array:
+        """See `models.residual.residual_metric`."""
+        ...
+
+
 def calibrate_retopk(
     model: LanguageModel,
     files: Sequence[Path | str],
     method: ReTopK,
     *,
     target: Target,
+    error: str = "head",
     context: int = 4096,
     steps: int = 256,
     windows: int = 8,
@@ -153,13 +174,15 @@ def calibrate_retopk(
     The first decode scans groups by the method's tau. Every round fits maps on the last decode,
     chooses theta for the target, and decodes anew by that policy; the last decode is fitted once
     more. Errors are those of a reuse against the exact output of the same query over the same keys,
-    whether or not the step reused.
+    whether or not the step reused: a head's own, or what it adds to the residual stream.
 
     Args:
         model: with a tokenizer.
         files: UTF-8 texts, joined by a blank line and read in windows that do not overlap.
         method: its sizes, schedule and first threshold.
         target: what theta is chosen for.
+        error: ``"head"``, relative to the norm of the head's exact output, or ``"residual"``, after
+            the output projection and relative to the residual stream.
         context: tokens of a window that are read before the decode.
         steps: tokens of a window that are fed to it.
         windows: at most, spread evenly over the text.
@@ -178,12 +201,19 @@ def calibrate_retopk(
         check_integer(name, value, minimum=1)
     check_integer("rounds", rounds, minimum=0)
     check_integer("knots", knots, minimum=2)
+    check_choice("error", error, tuple(ERRORS))
     if context + steps > longest:
         raise ConfigError(f"context={context} and steps={steps}: the model has {longest} positions")
     if method.risk is not None:
         raise ConfigError("method.risk: expected None, as the maps are yet to be fitted")
     method.check(model.decoder.geometry)
+    if error == "residual" and not isinstance(model, TellsResiduals):
+        raise ConfigError(f"error='residual': {source_of(model)} does not tell its projections")
     pieces, texts, available = _windows(model, files, context + steps + 1, windows)
+    metric = None
+    if error == "residual" and isinstance(model, TellsResiduals):
+        first = [piece[: min(context, METRIC_TOKENS)] for piece in pieces]
+        metric = model.residual_metric(jnp.asarray(first, jnp.int32))
     batches = [pieces[at : at + rows] for at in range(0, len(pieces), rows)]
     contexts = [
         prefill(
@@ -201,7 +231,7 @@ def calibrate_retopk(
     def fit_under(method: ReTopK) -> Fit:
         parts = []
         for place, suffix in enumerate(suffixes):
-            part, contexts[place] = collect(model, method, contexts[place], suffix)
+            part, contexts[place] = collect(model, method, contexts[place], suffix, metric)
             parts.append(part)
             if progress is not None:
                 progress(next(done), total)
@@ -223,7 +253,7 @@ def calibrate_retopk(
         "text_tokens": available,
         "sizes": {name: int(getattr(method, name)) for name in (*SIZES, "refresh")},
         "first_tau": float(method.tau),
-        "error": "head: |o_reuse - o_exact| / |o_exact|",
+        "error": ERRORS[error],
         "settings": {**sizes, "windows": len(pieces), "rounds": rounds, "knots": knots},
         "target": {target.kind: target.value},
         "rounds": history,

@@ -23,7 +23,7 @@ class Samples:
 
     Attributes:
         similarity: float32 ``[n, layers, H]``, largest similarities, −inf without any.
-        error: float32 ``[n, layers, H]``, relative output error of a reuse, taken or not.
+        error: float32 ``[n, layers, H]``, relative error of a reuse, taken or not.
         path: int32 ``[n, layers, H]``, taken.
     """
 
@@ -69,10 +69,13 @@ class Shadow(AttentionMethod):
     Attributes:
         inner: the method; its output is the one that the model goes on with.
         steps: N, steps that are kept.
+        metric: float32 ``[layers, H, D, D]``, M by which the error of an output that is d away is
+            ``sqrt(d @ M @ d)``; None for ``|d|`` over the norm of the exact output.
     """
 
     inner: ReTopK
     steps: int = field(metadata={"static": True})
+    metric: jax.Array | None = None
 
     name: ClassVar[str] = "shadow"
 
@@ -118,9 +121,15 @@ class Shadow(AttentionMethod):
         wanted = jnp.ones(q.shape[:2], jnp.bool_)
         best = exact_support(q, keys, step.lengths, wanted, budget=self.inner.budget)
         exact = sparse_attend(values, *best).astype(jnp.float32)
-        size = jnp.linalg.norm(exact, axis=-1)
-        away = jnp.linalg.norm(reused.astype(jnp.float32) - exact, axis=-1)
-        error = away / jnp.where(size > 0, size, 1.0)  # [B, H]
+        away = reused.astype(jnp.float32) - exact  # [B, H, D]
+        if self.metric is None:
+            size = jnp.linalg.norm(exact, axis=-1)
+            error = jnp.linalg.norm(away, axis=-1) / jnp.where(size > 0, size, 1.0)  # [B, H]
+        else:
+            square = jnp.einsum(
+                "bhd,hde,bhe->bh", away, self.metric[layer], away, precision="highest"
+            )
+            error = jnp.sqrt(jnp.maximum(square, 0.0))
         rows = jnp.arange(q.shape[0])
         at = jnp.where(step.active, step.index, self.steps)
 
@@ -137,7 +146,11 @@ class Shadow(AttentionMethod):
 
 
 def collect(
-    model: LanguageModel, method: ReTopK, context: Context, tokens: jax.Array
+    model: LanguageModel,
+    method: ReTopK,
+    context: Context,
+    tokens: jax.Array,
+    metric: jax.Array | None = None,
 ) -> tuple[Samples, Context]:
     """Decodes given tokens by a method; returns what was seen, and the context to go on with.
 
@@ -146,8 +159,10 @@ def collect(
         method: whose paths are taken.
         context: from `retopk_jax.prefill`; used up.
         tokens: int32 ``[B, N + 1]``; the last one is not fed.
+        metric: of the errors; see `Shadow`.
     """
-    scored = score_continuation(model, context, Shadow(method, tokens.shape[1] - 1), tokens)
+    shadow = Shadow(method, tokens.shape[1] - 1, metric)
+    scored = score_continuation(model, context, shadow, tokens)
     layers: tuple[ShadowState, ...] = scored.state.layers
 
     def seen(name: str) -> NDArray[Any]:

@@ -228,6 +228,35 @@ def test_the_shadow_leaves_the_decode_as_it_is(model) -> None:
     assert samples.error[samples.path == FALLBACK].max() > 0  # of the reuse that was not taken
 
 
+def test_the_shadows_metric_is_a_quadratic_form(model) -> None:
+    """Beside NumPy: of |d|² it makes |W d|², of its own identity the plain distance."""
+    tokens = model.tokenizer.encode(WORDS * 2)
+
+    def seen(metric) -> np.ndarray:
+        context = prefill(model, [tokens[:40]], new_tokens=9, tail_queries=6).context
+        return collect(model, SMALL, context, jnp.asarray([tokens[40:49]]), metric)[0].error
+
+    rng = np.random.default_rng(0)
+    eye = np.broadcast_to(np.eye(16, dtype=np.float32), (2, 6, 16, 16))
+    distance = seen(jnp.asarray(eye))
+    np.testing.assert_allclose(seen(jnp.asarray(9 * eye)), 3 * distance, rtol=1e-5, atol=1e-7)
+    scaled = eye * np.array([4.0, 0.25], np.float32)[:, None, None, None]
+    np.testing.assert_allclose(
+        seen(jnp.asarray(scaled)), distance * np.array([2, 0.5])[:, None], rtol=1e-5, atol=1e-7
+    )
+    axes = []
+    for axis in range(16):  # d² of every dimension, by its own metric
+        one = np.zeros((16, 16), np.float32)
+        one[axis, axis] = 1
+        axes.append(seen(jnp.asarray(np.broadcast_to(one, eye.shape))))
+    np.testing.assert_allclose(np.sqrt(np.square(axes).sum(0)), distance, rtol=1e-5, atol=1e-7)
+    heads = rng.normal(size=(2, 6, 16, 5)).astype(np.float32)
+    mixed = seen(jnp.asarray(np.einsum("lhde,lhfe->lhdf", heads, heads)))
+    largest = np.linalg.svd(heads, compute_uv=False)[..., 0]
+    assert (mixed <= largest * distance * (1 + 1e-4) + 1e-6).all()
+    assert (mixed > 0).any()
+
+
 def test_calibrates_under_its_own_feedback(model, policy, text) -> None:
     first, second = policy.provenance["rounds"]
     assert 0 < second["groups_scanned"] < first["groups_scanned"]
@@ -273,6 +302,8 @@ def test_generates_by_a_policy(model, policy) -> None:
         ({"context": 500}, PromptError, "a window of context, steps and a label takes 517"),
         ({"knots": 1}, ConfigError, "knots=1"),
         ({"rounds": -1}, ConfigError, "rounds=-1"),
+        ({"error": "output"}, ConfigError, "error='output': expected one of head, residual"),
+        ({"error": "residual"}, ConfigError, "ToyModel does not tell its projections"),
     ],
 )
 def test_bad_plans_are_refused(model, text, changes, error, words) -> None:
@@ -387,6 +418,12 @@ def test_calibrate_then_generate(text, tmp_path, capsys) -> None:
     assert "budget=9: the policy was fitted with 8" in capsys.readouterr().err
     assert run(*base, "--tau", 0.5) == 2
     assert "--tau 0.5 has no effect under --risk" in capsys.readouterr().err
+    head, residual = load_policy(policy), tmp_path / "residual"
+    fitted = [*sizes, *plan, "--error", "residual", "--out", residual]
+    assert run("calibrate", *model, *fitted) == 0
+    assert load_policy(residual).provenance["error"].startswith("residual: ")
+    assert head.provenance["error"].startswith("head: ")
+    assert (load_policy(residual).error != head.error).any()
     other = write_tiny(tmp_path / "other", tie_word_embeddings=True)
     assert run("generate", "--model", other, *decode, "--risk", policy) == 2
     assert "the weights of" in capsys.readouterr().err
@@ -396,6 +433,7 @@ def test_options_are_checked_before_a_model_is_loaded(text, tmp_path, capsys) ->
     base = ["calibrate", "--model", "/nowhere/model", "--text", text, "--out", tmp_path / "out"]
     for options, words in (
         (["--method", "loki", "--rounds", 1], "--rounds does not apply to --method loki"),
+        (["--method", "loki", "--error", "head"], "--error does not apply to --method loki"),
         (["--method", "retopk", "--target", "fast"], "target 'fast'"),
         (["--method", "retopk", "--recall", 99], "recall=99"),
         (["--method", "retopk", "--steps", 0], "--steps=0"),
