@@ -2,10 +2,12 @@
 
 Every policy continues from one prefill of each batch of documents. Perplexity over Exact Top-K is
 set against the share of KV groups scanned, refreshes included: tau, tau where groups scan whole,
-and theta of a file of `retopk calibrate --method retopk`, at the shares that the file tells of.
+and theta of files of `retopk calibrate --method retopk`, at the shares that a file tells of.
 """
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from benchmarks.perplexity import interval
 from benchmarks.results_file import write_results
 from models import CausalLM
 from retopk_jax.calibration import load_policy
+from retopk_jax.errors import ConfigError
 
 NORMAL = {
     "methods": ["retopk"],
@@ -52,6 +55,7 @@ REFERENCE = 0.85
 """The source's tau, with whose errors those of every policy are paired."""
 
 KINDS = {"tau": "tau, a head", "shared": "tau, a group", "risk": "risk, a group"}
+"""Policies; those of a file with a name are ``risk NAME``."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -59,7 +63,12 @@ def main(argv: Sequence[str]) -> None:
     parser = make_parser("policy", __doc__)
     parser.add_argument("--suffix", type=int, metavar="N", help="tokens fed at the end (512)")
     parser.add_argument(
-        "--risk", metavar="FILE", help="maps of expected errors; {K} stands for the budget"
+        "--risk",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="maps of expected errors, with a name where there are several; {K} stands for the "
+        "budget",
     )
     parser.add_argument(
         "--taus", type=float, nargs="+", metavar="TAU", help="with each head, and each group, alone"
@@ -71,11 +80,11 @@ def main(argv: Sequence[str]) -> None:
     fill(args, NORMAL, SMOKE)
     require_matplotlib()
     (method,) = args.methods
+    risks = named_files(args.risk)
 
     def make(model: CausalLM) -> list[Variant]:
-        if args.risk is not None:
-            check_policies([f"retopk:risk={args.risk}"], args.budgets, model)
-        return policy_variants(method, args.budgets, args.taus, args.risk, args.shares)
+        check_policies([f"retopk:risk={file}" for file in risks.values()], args.budgets, model)
+        return policy_variants(method, args.budgets, args.taus, risks, args.shares)
 
     plan = Plan.of(args, args.lengths, args.suffix)
     scene = set_scene(args, plan, make)
@@ -84,8 +93,9 @@ def main(argv: Sequence[str]) -> None:
     rows = rows_of(scene, plan, found, args.seed, references)
     path = result_path(args, "policy")
     for row in rows:
-        kind, _, value = row["label"].rpartition(" K=")[0].partition(" ")
-        row["policy"], row["value"] = (kind, float(value)) if kind in KINDS else (None, None)
+        kind, _, value = row["label"].rpartition(" K=")[0].rpartition(" ")
+        known = kind.partition(" ")[0] in KINDS
+        row["policy"], row["value"] = (kind, float(value)) if known else (None, None)
     for row in rows:
         other = _row(rows, row, "tau", REFERENCE)
         if row["policy"] is not None and other is not None and other is not row:
@@ -95,18 +105,39 @@ def main(argv: Sequence[str]) -> None:
         if row["policy"] is not None:
             row["plots"] = [picture(path, row["length"], row["budget"]).name]
     draw_all(path, rows)
-    files = [args.risk.replace("{K}", str(budget)) for budget in args.budgets if args.risk]
-    calibrations = [load_policy(file).provenance for file in files]
+    calibrations = [
+        {"policy": kind, **load_policy(file.replace("{K}", str(budget))).provenance}
+        for kind, file in risks.items()
+        for budget in args.budgets
+    ]
     settings = {**scene.settings, "calibrations": calibrations}
-    write_results(path, "policy", settings, rows, item_commits=store.commits())
+    equal = equal_perplexity(rows)
+    write_results(path, "policy", settings, rows, equal=equal, item_commits=store.commits())
     print_table(rows, path)
+    print_equal(equal)
+
+
+def named_files(given: Sequence[str]) -> dict[str, str]:
+    """Files of maps by their policy: ``risk``, or ``risk NAME`` where a name was given.
+
+    Raises:
+        ConfigError: two have the same name.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        match = re.fullmatch(r"([\w.-]+)=(.+)", text)
+        kind, file = ("risk", text) if match is None else (f"risk {match[1]}", match[2])
+        if kind in found:
+            raise ConfigError(f"--risk {text}: expected another name than that of {found[kind]}")
+        found[kind] = file
+    return found
 
 
 def policy_variants(
     method: str,
     budgets: Sequence[int],
     taus: Sequence[float],
-    risk: str | None,
+    risks: Mapping[str, str],
     shares: Sequence[float],
 ) -> list[Variant]:
     """Full, Exact Top-K, and every policy at every budget.
@@ -115,8 +146,8 @@ def policy_variants(
         method: ReTopK with its settings.
         budgets: K.
         taus: thresholds; that of the source is added.
-        risk: file of maps; None for none.
-        shares: of KV groups that the file's thetas scanned.
+        risks: files of maps by policy.
+        shares: of KV groups that a file's thetas scanned.
     """
     found = make_variants(["full", "exact"], budgets, None)
     for budget in budgets:
@@ -124,11 +155,47 @@ def policy_variants(
         for tau in sorted({*taus, REFERENCE}):
             found.append(base.changed(f"tau {tau:g}", {"tau": tau}))
             found.append(base.changed(f"shared {tau:g}", {"tau": tau, "share_scan": True}))
-        for share in shares if risk is not None else ():
-            name = ",".join(filter(None, [method.partition(":")[2], f"risk={risk},share={share}"]))
-            (other,) = make_variants([f"retopk:{name}"], [budget], None)
-            found.append(other.changed(f"risk {share:g}", {}))
+        for kind, file in risks.items():
+            for share in shares:
+                options = [method.partition(":")[2], f"risk={file},share={share}"]
+                name = "retopk:" + ",".join(filter(None, options))
+                (other,) = make_variants([name], [budget], None)
+                found.append(other.changed(f"{kind} {share:g}", {}))
     return found
+
+
+def equal_perplexity(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How few KV groups a policy can scan, by its own settings here, for the source's perplexity.
+
+    ``groups`` is the least share from which on no setting of the policy is worse than tau=.85 as
+    far as the paired interval tells; ``groups_no_worse`` the least from which on none is worse on
+    average. None where there is no such share.
+    """
+    found = []
+    for row in rows:
+        if (row["policy"], row["value"]) != ("tau", REFERENCE):
+            continue
+        same = [r for r in rows if (r["length"], r["budget"]) == (row["length"], row["budget"])]
+        for kind in dict.fromkeys(r["policy"] for r in same if r["policy"] not in (None, "tau")):
+            mine = sorted(
+                (r for r in same if r["policy"] == kind), key=lambda r: -r["groups_scanned"]
+            )
+            entry: dict[str, Any] = {
+                "length": row["length"],
+                "budget": row["budget"],
+                "policy": kind,
+                "groups_by_tau": row["groups_scanned"],
+            }
+            entry["groups"] = _least_held(mine, "low")
+            entry["groups_no_worse"] = _least_held(mine, "percent")
+            found.append(entry)
+    return found
+
+
+def _least_held(rows: Sequence[dict[str, Any]], bound: str) -> float | None:
+    """Least share of rows by descending share, up to the first that is worse than tau=.85."""
+    held = itertools.takewhile(lambda row: row["against_tau"][bound] <= 0, rows)
+    return min((row["groups_scanned"] for row in held), default=None)
 
 
 def _row(
@@ -154,7 +221,9 @@ def draw_all(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def draw(path: Path, rows: Sequence[dict[str, Any]], length: int, budget: int) -> None:
     """Perplexity over Exact Top-K against the share of KV groups scanned, with intervals."""
     figure, axis = pyplot().subplots(figsize=(6.4, 4.4))
-    for kind, label in KINDS.items():
+    for kind in dict.fromkeys(row["policy"] for row in rows if row["policy"]):
+        base, _, name = kind.partition(" ")
+        label = KINDS[base] + (f", {name}" if name else "")
         mine = [
             row
             for row in rows
@@ -195,3 +264,17 @@ def print_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
     console().print(table)
     console().print(f"Written to {path}")
+
+
+def print_equal(equal: Sequence[dict[str, Any]]) -> None:
+    """Shows how few KV groups a policy can scan for the source's perplexity."""
+    table = Table("length", "K", "policy", "tau=.85", "equal within interval", "on average")
+    for entry in equal:
+        shares = (entry["groups_by_tau"], entry["groups"], entry["groups_no_worse"])
+        table.add_row(
+            f"{entry['length']:,}",
+            str(entry["budget"]),
+            entry["policy"],
+            *("" if share is None else f"{share:.1%}" for share in shares),
+        )
+    console().print(table)

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "ablation": "ReTopK without one of its components at a time",
     "sensitivity": "ReTopK with one setting changed at a time",
     "policy": "perplexity against KV groups scanned: tau, tau of groups, and expected error",
+    "record-paths": "which heads scan at every step of a decode, for timing whole steps so",
     "long_horizon": "long continuations: error along them, and ReTopK with an Exact shadow",
     "transfer": "the default configuration on several models, side by side",
     "niah": "facts hidden in a long text, RULER's tasks, every method",

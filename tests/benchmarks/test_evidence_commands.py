@@ -20,8 +20,10 @@ from benchmarks import (
     long_horizon,
     longbench,
     niah,
+    path_patterns,
     perplexity,
     policy,
+    record_paths,
     report,
     sensitivity,
     transfer,
@@ -57,7 +59,10 @@ def out(tmp_path_factory):
     fidelity.main([*every, "--methods", "retopk"])
     ablation.main(every)
     sensitivity.main(every)
-    policy.main([*every, "--risk", str(write_policies(directory / "smoke-{K}"))])
+    files = [f"{name}={write_policies(directory / name)}" for name in ("smoke-{K}", "again-{K}")]
+    policy.main([*every, "--risk", *(file.replace("-{K}=", "=") for file in files)])
+    record_paths.main([*every, "--tag", "tau", "--methods", "retopk"])
+    record_paths.main([*every, "--tag", "risk", "--methods", f"retopk:risk={directory}/smoke-48"])
     long_horizon.main(every)
     transfer.main([*every, "--tag", "two"])
     niah.main([*SMALL[:3], "--out", str(directory), "--lengths", "1024", "--documents", "3"])
@@ -110,7 +115,7 @@ def test_policies_are_set_against_the_groups_that_they_scan(out):
     rows = {row["label"].rpartition(" K=")[0] or "full": row for row in result["rows"]}
     assert set(rows) == {
         *("full", "exact", "tau 0.6", "shared 0.6", "tau 0.85", "shared 0.85"),
-        *("risk 0.02", "risk 0.2"),
+        *("risk smoke 0.02", "risk smoke 0.2", "risk again 0.02", "risk again 0.2"),
     }
     (default,) = rows_of(out / "sensitivity.json", label="retopk | default K=48")
     assert rows["tau 0.85"]["nll_per_document"] == default["nll_per_document"]
@@ -124,11 +129,64 @@ def test_policies_are_set_against_the_groups_that_they_scan(out):
         if name.startswith(("risk", "shared")):
             assert row["exact_path_rate"] == pytest.approx(row["groups_scanned"])
         assert ("predicted_error" in row) == name.startswith("risk")
-    assert rows["risk 0.02"]["groups_scanned"] < rows["risk 0.2"]["groups_scanned"]
-    assert rows["risk 0.02"]["predicted_error"] > rows["risk 0.2"]["predicted_error"] > 0
+    few, more = rows["risk smoke 0.02"], rows["risk smoke 0.2"]
+    assert few["groups_scanned"] < more["groups_scanned"]
+    assert few["predicted_error"] > more["predicted_error"] > 0
+    assert few["nll_per_document"] == rows["risk again 0.02"]["nll_per_document"]
+    assert [entry["policy"] for entry in result["equal"]] == ["shared", "risk smoke", "risk again"]
     assert (out / "policy_256_K48.png").is_file()
-    assert result["settings"]["calibrations"][0]["sizes"]["budget"] == 48
+    fitted = result["settings"]["calibrations"]
+    assert [one["policy"] for one in fitted] == ["risk smoke", "risk again"]
+    assert fitted[0]["sizes"]["budget"] == 48
     assert "Path policies" in (out / "report.md").read_text(encoding="utf-8")
+
+
+def test_equal_perplexity_is_held_at_every_larger_share():
+    def row(policy, value, groups, low, percent):
+        paired = {"against_tau": {"low": low, "percent": percent, "high": 9.0}}
+        both = {"length": 1, "budget": 2, "policy": policy, "value": value}
+        return {**both, "groups_scanned": groups, **({} if policy == "tau" else paired)}
+
+    rows = [
+        row("tau", 0.85, 0.5, 0, 0),
+        row("tau", 0.7, 0.1, 1, 2),
+        row("risk a", 0.3, 0.31, -2, -1),
+        row("risk a", 0.1, 0.11, -1, 1),
+        row("risk a", 0.2, 0.21, -1, 0),
+        row("risk a", 0.05, 0.06, 1, 2),
+        row("risk a", 0.01, 0.02, -2, -1),  # less than one that is worse: chance
+        row("risk b", 0.3, 0.3, 1, 2),
+    ]
+    rows = [
+        r if r["policy"] != "tau" or r["value"] != 0.7 else {**r, "against_tau": {}} for r in rows
+    ]
+    common = {"length": 1, "budget": 2, "groups_by_tau": 0.5}
+    assert policy.equal_perplexity(rows) == [
+        {**common, "policy": "risk a", "groups": 0.11, "groups_no_worse": 0.21},
+        {**common, "policy": "risk b", "groups": None, "groups_no_worse": None},
+    ]
+
+
+def test_files_of_maps_have_names():
+    assert policy.named_files(["a/b-{K}"]) == {"risk": "a/b-{K}"}
+    assert policy.named_files(["x=a/b", "a=b/c=d"]) == {"risk x": "a/b", "risk a": "b/c=d"}
+    with pytest.raises(ConfigError, match="--risk x=c: expected another name than that of b"):
+        policy.named_files(["x=b", "x=c"])
+
+
+def test_paths_are_recorded_as_they_are_taken(out):
+    scored = {row["label"]: row for row in rows_of(out / "policy.json")}
+    pattern = path_patterns.recorded(out / "paths-tau.npz", 16, 2, 4, 2)
+    assert pattern.scans.shape == (16, 2, 4)
+    assert pattern.head_share == pytest.approx(scored["tau 0.85 K=48"]["exact_path_rate"])
+    assert pattern.group_share == pytest.approx(scored["tau 0.85 K=48"]["groups_scanned"])
+    with np.load(out / "paths-risk.npz") as file:
+        whole, about = file["scans"], json.loads(str(file["about"]))
+    assert (whole == whole[..., :1]).all()  # under risk, groups scan whole
+    assert 0 < whole.mean() < 1
+    assert about["settings"]["variants"][0]["settings"]["risk"]["theta"] > 0
+    with pytest.raises(ConfigError, match="expected retopk"):
+        record_paths.main([*SMALL, "--out", str(out), "--methods", "exact"])
 
 
 def test_ablation_and_sensitivity_start_from_the_same_default(out):
