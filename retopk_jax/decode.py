@@ -54,12 +54,16 @@ def _update_usage(
     size = cache.keys[0].dtype.itemsize
     lengths = step.lengths.astype(jnp.float32)
     tokens, keys, values = [], [], []
+    supports = [report.support for report in reports if report.support is not None]
+    counts = iter(())
+    if supports:  # [layers, B, H], of all layers in one kernel
+        counts = iter(jnp.sum(jnp.stack(supports) >= 0, axis=3, dtype=jnp.float32))
     for report in reports:
         if report.support is None:
             attended = jnp.broadcast_to(lengths[:, None], (lengths.shape[0], heads))
             read = lengths * (groups * dim)
         else:
-            attended = jnp.sum(report.support >= 0, axis=2, dtype=jnp.float32)  # [B, H]
+            attended = next(counts)
             read = attended * dim if report.value_elements is None else report.value_elements
         tokens.append(attended / heads)
         values.append(read)

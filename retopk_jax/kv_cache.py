@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -122,7 +123,17 @@ def append_step(
     both = both_of(keys)
     if both is not None:
         return rows_of(append_token(both, pack(k, v), slot), k.shape[-1])
-    return append_token(keys, k, slot), append_token(values, v, slot)
+    if keys.shape[0] > 1:
+        return append_token(keys, k, slot), append_token(values, v, slot)
+    # What a scatter of one row becomes, but that keys and values share a kernel.
+    at = jnp.clip(slot[0], 0, keys.shape[2] - 1)
+    there = [lax.dynamic_index_in_dim(x, at, 2, keepdims=False) for x in (keys, values)]
+    new = jnp.where(at == slot[0], jnp.stack([k, v]).astype(keys.dtype), jnp.stack(there))
+    k, v = lax.optimization_barrier(new)
+    keys, values = (
+        lax.dynamic_update_index_in_dim(x, row, at, 2) for x, row in ((keys, k), (values, v))
+    )
+    return lax.optimization_barrier((keys, values))  # see `append_token`
 
 
 def append_token(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
@@ -137,7 +148,7 @@ def append_token(cache: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array
     written = cache.at[rows, :, slot].set(new.astype(cache.dtype), mode="drop")
     # Without the barrier XLA fuses the write into the reader and again into the output, each on a
     # copy of the whole cache (CPU, B = 1).
-    return jax.lax.optimization_barrier(written)
+    return lax.optimization_barrier(written)
 
 
 def append_chunk(

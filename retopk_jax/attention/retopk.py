@@ -1,5 +1,6 @@
 """ReTopK: rank only what similar past queries attended to, and scan when none is similar."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -182,7 +183,10 @@ class ReTopK(AttentionMethod):
         new = done.remembered
         reused = (done.path == REUSE) & step.active[:, None]
         scans = (done.path != REUSE) & step.active[:, None]
-        scanned = jnp.any(scans.reshape(scans.shape[0], groups, -1), axis=2)  # [B, G]
+        scans = scans.reshape(scans.shape[0], groups, -1)  # [B, G, H / G]
+        each = scans.shape[2]
+        # One by one: as a reduction it would be one more kernel in every layer.
+        scanned = functools.reduce(jnp.logical_or, (scans[:, :, i] for i in range(each)))
         predicted = state.predicted
         if predicted is not None and expected is not None:
             predicted = predicted + jnp.where(reused, expected, 0.0)
@@ -193,8 +197,9 @@ class ReTopK(AttentionMethod):
             state.scanned + scanned.astype(jnp.int32),
             predicted,
         )
-        scan = jnp.sum(scanned, axis=1) * step.lengths
-        read = (scan + jnp.sum(done.unique, axis=1)).astype(jnp.float32) * keys.shape[3]
+        scan = jnp.where(scanned, step.lengths[:, None], 0)[..., None]  # at a group's first head
+        scan = jnp.pad(scan, ((0, 0), (0, 0), (0, each - 1))).reshape(done.unique.shape)
+        read = (scan + done.unique).astype(jnp.float32) * keys.shape[3]
         return done.out, state, Report(done.support, done.path, done.rho_max, done.unique, read)
 
     def refresh_due(self, step: Step) -> jax.Array:

@@ -33,6 +33,7 @@ QWEN2_5_7B = {
     "rope_theta": 1000000.0,
 }
 SLOTS = 131072
+HLO_NAMES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.int32): "s32"}
 
 
 def decode_state(decoder: TransformerDecoder, method: AttentionMethod) -> DecodeState:
@@ -64,19 +65,19 @@ def decode_step(
 
 
 def assert_in_place(compiled: jax.stages.Compiled, state: DecodeState) -> None:
-    """No array of the size of a cache or a ring is made but by writing into the one given."""
+    """No array of the size and dtype of a cache or a ring is made but by writing into it."""
     text = compiled.as_text()
     assert text is not None
     made = collections.Counter(
-        (tuple(map(int, dims.split(","))), op)
-        for dims, op in re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", text)
+        (dtype, tuple(map(int, dims.split(","))), op)
+        for dtype, dims, op in re.findall(r"= (\w+)\[([\d,]+)\]\S* ([\w-]+)\(", text)
     )
     for leaf in jax.tree.leaves((state.cache.keys, state.cache.values, state.layers)):
         if leaf.size < 2**16:
             continue
         ops = collections.Counter()
-        for (shape, op), number in made.items():
-            if math.prod(shape) == leaf.size:
+        for (dtype, shape, op), number in made.items():
+            if dtype == HLO_NAMES[leaf.dtype] and math.prod(shape) == leaf.size:
                 ops[op] += number
         assert ops.pop("parameter") > 0, f"{leaf.shape} is nowhere: this test looks for nothing"
         for same in ("bitcast", "get-tuple-element"):
