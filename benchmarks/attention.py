@@ -33,7 +33,7 @@ from benchmarks.kernel_workload import (
     time_retopk,
 )
 from benchmarks.results_file import prepare_directory
-from benchmarks.timed_rows import Measured, Row, Table, options
+from benchmarks.timed_rows import Measured, Row, Table, exit_if_all_failed, options
 from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.full_attention import full_attention
@@ -276,8 +276,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=16, help="a second batch, at --batch-lengths")
     parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384, 131072])
     args = parser.parse_args(argv)
-    for length in args.lengths:
-        check_integer("--lengths", length, minimum=1)
+    for name in ("lengths", "method_lengths", "batch_lengths"):
+        for length in getattr(args, name):
+            check_integer(f"--{name.replace('_', '-')}", length, minimum=1)
+    check_integer("--batch", args.batch, minimum=1)
     prepare_directory(args.out)
     bandwidth = copy_bytes_per_microsecond()
     print(f"copy {bandwidth * 1e-6:.2f} TB/s", flush=True)
@@ -291,3 +293,4 @@ def main(argv: Sequence[str]) -> None:
     for length in args.batch_lengths:
         measure(table, (length, args.batch), bandwidth, each_method=False)
     plot(sorted(table.rows, key=lambda r: r["length"]), table.plot_path)
+    exit_if_all_failed(table.rows)

@@ -25,7 +25,7 @@ from benchmarks.synthetic_decode import (
     cache_of,
     compile_steps,
 )
-from benchmarks.timed_rows import check_only, options
+from benchmarks.timed_rows import check_only, exit_if_all_failed, options
 from benchmarks.timing import copy_bytes_per_microsecond
 from models import (
     CausalLM,
@@ -297,6 +297,7 @@ def main(argv: Sequence[str]) -> None:
         if rows and time.monotonic() < end:
             at = {"model": args.model, "mesh": args.mesh}
             _measure(table, model, rows, parts, programs, sizes, bandwidth, at, end)
+    exit_if_all_failed([row for row in table.rows if row["mesh"] == args.mesh], "milliseconds")
 
 
 def _compiling(

@@ -24,7 +24,14 @@ from benchmarks.kernel_workload import (
     time_retopk,
 )
 from benchmarks.results_file import prepare_directory
-from benchmarks.timed_rows import Measured, Row, Table, check_only, options
+from benchmarks.timed_rows import (
+    Measured,
+    Row,
+    Table,
+    check_only,
+    exit_if_all_failed,
+    options,
+)
 from benchmarks.timing import copy_bytes_per_microsecond
 from pallas_kernels.candidates import candidates
 from pallas_kernels.exact_support import exact_support
@@ -69,7 +76,7 @@ def step_of(parts: Parts) -> RetopkStep:
     def take(
         q: jax.Array, layer: Layer, remembered: Remembered, tau: jax.Array
     ) -> tuple[jax.Array, Remembered]:
-        queries, supports, pushed, paths, total = remembered
+        queries, supports, pushed, paths, total, signals = remembered
         budget = supports.shape[3]
         found = recall(q, queries, pushed, entries=ENTRIES, implementation=parts.search)
         reuse = (found.rho_max >= tau) & (found.rho_max > -jnp.inf)
@@ -103,6 +110,7 @@ def step_of(parts: Parts) -> RetopkStep:
             pushed + 1,
             paths + taken,
             total + jnp.where(reuse, scored.unique, 0),
+            signals,
         )
 
     return take
@@ -162,6 +170,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     except ImportError:
         return
     rows = [row for row in rows if row["microseconds"] is not None]
+    if not rows:
+        return
     lengths = sorted({row["length"] for row in rows})
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
     for i, length in enumerate(lengths):
@@ -204,3 +214,4 @@ def main(argv: Sequence[str]) -> None:
     for length in args.lengths:
         measure(table, length, bandwidth)
     plot(table.rows, table.plot_path)
+    exit_if_all_failed(table.rows)

@@ -1,6 +1,7 @@
 """Timed rows of a kernel benchmark: the options that such benchmarks share, and their files."""
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,12 @@ def check_only(only: Sequence[str], known: Iterable[str]) -> None:
     for name in only:
         if name not in known:
             raise ConfigError(f"--only {name}: expected one of {'; '.join(known)}")
+
+
+def exit_if_all_failed(rows: Sequence[Row], unit: str = "microseconds") -> None:
+    """Ends the process with exit code 1 if there are rows, and a time in none of them."""
+    if rows and all(row[unit] is None for row in rows):
+        sys.exit(f"all {len(rows)} rows failed; the first: {rows[0]['error']}")
 
 
 class Table:

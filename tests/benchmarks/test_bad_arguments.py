@@ -26,6 +26,8 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("stages", "--only nonsense", "expected one of L1; "),
         ("stages", "--lengths 0", "--lengths=0: expected an integer >= 1"),
         ("attention", "--lengths 0", "--lengths=0: expected an integer >= 1"),
+        ("attention", "--batch 0", "--batch=0: expected an integer >= 1"),
+        ("attention", "--batch-lengths -1", "--batch-lengths=-1: expected an integer >= 1"),
         ("decomposition", "--lengths 0", "--lengths=0: expected an integer >= 1"),
         ("tpu_static", "--slots -5", "--slots=-5: expected an integer >= 1"),
         ("tpu_static", "--layers 0", "--layers=0: expected an integer >= 1"),

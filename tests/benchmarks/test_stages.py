@@ -51,3 +51,17 @@ def test_a_run_writes_rows_a_table_and_a_plot(tmp_path, monkeypatch: pytest.Monk
     assert set(written["settings"]["stages"]) == {"L1", "L2", "L3", "L4", "L5"}
     assert "| L5 |" in (tmp_path / "stages.md").read_text()
     assert (tmp_path / "stages.png").stat().st_size > 0
+
+
+def test_a_run_in_which_every_row_failed_is_a_failure(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(stages, "time_retopk", fail)
+    with pytest.raises(SystemExit, match=r"all 5 rows failed; the first: .*no such kernel"):
+        stages.main(["--out", str(tmp_path), "--lengths", "64", "--commit", "abc"])
+    assert len(json.loads((tmp_path / "stages.json").read_text())["rows"]) == 5
