@@ -142,6 +142,18 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the directory to make, or a stored context to put another in place of",
     )
+    for name, metavar, default, text in (
+        ("budget", "K", 512, "tokens of each support"),
+        ("capacity", "C", 32, "(query, support) pairs a head"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar=metavar,
+            help=f"of the recall cache that is stored for ReTopK: {text} (default: {default}); "
+            "generate fills another one where it is given other sizes",
+        )
     _add_cache(parser)
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from rich.console import Console
 
 from models import CausalLM, load_model
+from retopk_jax.attention import ReTopK
 from retopk_jax.cli_progress import reading
 from retopk_jax.cli_prompts import check_prompts, conversation
 from retopk_jax.context_store import check_store, save_context
+from retopk_jax.decode import remember
 from retopk_jax.generate import encode_prompts
-from retopk_jax.prefill import prefill
+from retopk_jax.prefill import TAIL_QUERIES, prefill
 from retopk_jax.sharding import parse_mesh
 
 
@@ -23,6 +25,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     """
     check_prompts(args)
     check_store(args.save)
+    method = ReTopK(budget=args.budget, capacity=args.capacity, recall=1)
     mesh = parse_mesh(args.mesh)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {args.model}"):
@@ -31,11 +34,11 @@ def run_prefill(args: argparse.Namespace) -> None:
             console.print(f"note: {note}", markup=False)
         tokens, rests = _encode(model, args)
     with reading(console) as progress:
-        read = prefill(model, tokens, new_tokens=1, progress=progress)
+        tail = max(TAIL_QUERIES, method.tail_queries)
+        read = prefill(model, tokens, new_tokens=1, tail_queries=tail, progress=progress)
+    context = remember(model, method, read.context)
     with console.status(f"storing {args.save}"):
-        save_context(
-            args.save, model, read.context, tokens, source=_findable(args.model), rests=rests
-        )
+        save_context(args.save, model, context, tokens, source=_findable(args.model), rests=rests)
     console.print(
         f"{args.save}: {sum(map(len, tokens)):,} tokens read in {read.seconds:.2f} s, "
         f"compilation {read.compile_seconds:.1f} s",

@@ -4,8 +4,8 @@ A store is a directory of arrays, written by Orbax under a new name, and ``conte
 names them with the hash of every file. That file is put in place last, by one rename: whatever
 interrupts a save, the store holds the context it held before, or none.
 
-The recall cache is kept as the queries that it is filled from: their supports follow from the
-stored keys for any K and C, and the tokens read next push them out anyway.
+A context's recall caches are kept with it, and serve ReTopK of the same K and C as they are. Beside
+them lie the last queries, from which those of another K or C, and other methods, start.
 """
 
 import hashlib
@@ -36,9 +36,10 @@ from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.kv_cache import KVCache, stored
 from retopk_jax.language_model import LanguageModel
 from retopk_jax.prefill import Context, check_context, context_bytes, rounded_capacity
-from retopk_jax.sharding import CACHE, ROWS, TAIL, check_sizes, placed
+from retopk_jax.recall_cache import FilledRecall, RecallCache, recall_cache_bytes
+from retopk_jax.sharding import CACHE, HEADS, ROWS, TAIL, check_sizes, placed, shards_of
 
-FORMAT = "retopk-jax context 1"
+FORMAT = "retopk-jax context 2"
 MANIFEST = "context.json"
 _ARRAYS = "arrays-"
 _OWN = re.compile(
@@ -98,7 +99,7 @@ def _describes_a_context(manifest: Path) -> bool:
         value = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(value, dict) and str(value.get("format")).startswith(FORMAT.rstrip("1"))
+    return isinstance(value, dict) and str(value.get("format")).startswith(FORMAT.rstrip("2"))
 
 
 def save_context(
@@ -133,6 +134,7 @@ def save_context(
     path.mkdir(exist_ok=True)
     arrays = path / f"{_ARRAYS}{secrets.token_hex(8)}"
     slots = min(context.cache.capacity, rounded_capacity(max(lengths)))
+    recall = context.recall
     padded = np.full((len(lengths), max(lengths)), -1, np.int32)
     for row, ids in enumerate(tokens):
         padded[row, : len(ids)] = ids
@@ -143,6 +145,7 @@ def save_context(
         "keys": _first_slots(context.cache.keys, slots),
         "values": _first_slots(context.cache.values, slots),
         "tail_queries": list(context.tail_queries),
+        **({} if recall is None else {"recall": _recall_tree(recall)}),
     }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -157,6 +160,7 @@ def save_context(
                 "slots": slots,
                 "longest": max(lengths),
                 "tail_queries": context.tail_queries[0].shape[1],
+                "recall": None if recall is None else recall.sizes,
             },
             "notes": notes,
             "files": _hashes(arrays),
@@ -225,8 +229,12 @@ def load_context(
                 f"{decoder.max_positions} positions"
             )
         slots = rounded_capacity(needed)
-    rows, tail = sizes["rows"], sizes["tail_queries"]
-    check_memory(f"the context {path}", context_bytes(decoder, rows, slots, tail))
+    rows, tail, recalled = sizes["rows"], sizes["tail_queries"], sizes["recall"]
+    parts = context_bytes(decoder, rows, slots, tail)
+    if recalled is not None:
+        bytes_of_all = recall_cache_bytes(geometry, rows, *recalled, decoder.dtype)
+        parts["recall caches"] = bytes_of_all // shards_of(decoder.mesh, HEADS)
+    check_memory(f"the context {path}", parts)
     _check_files(path, arrays, manifest["files"])
     check_sizes(rows, slots, decoder.mesh)
     one = SingleDeviceSharding(jax.local_devices()[0])
@@ -247,6 +255,14 @@ def load_context(
         "values": [cached for _ in layers],
         "tail_queries": [queries for _ in layers],
     }
+    if recalled is not None:
+        ring, dim = (rows, geometry.num_heads, recalled[0]), geometry.head_dim
+        targets["recall"] = {
+            "queries": [target((*ring, dim), decoder.dtype, HEADS) for _ in layers],
+            "supports": [target((*ring, recalled[1]), jnp.int32, HEADS) for _ in layers],
+            "pushed": target((rows,), jnp.int32),
+            "lengths": target((rows,), jnp.int32),
+        }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             # Not strict: the cache may be larger than the stored one, and is zero beyond it.
@@ -257,8 +273,28 @@ def load_context(
     cache = KVCache(*stored(tuple(tree["keys"]), tuple(tree["values"])), tree["lengths"])
     lengths = np.asarray(tree["lengths"])
     tokens = [row[:n].tolist() for row, n in zip(np.asarray(tree["tokens"]), lengths, strict=True)]
-    context = Context(cache, tuple(tree["tail_queries"]), tree["logits"])
+    recall = None if recalled is None else _recall_of(tree["recall"])
+    context = Context(cache, tuple(tree["tail_queries"]), tree["logits"], recall)
     return StoredContext(context, tokens, manifest["notes"])
+
+
+def _recall_tree(recall: FilledRecall) -> dict[str, Any]:
+    """The arrays to store; every layer of a row has been pushed to as often."""
+    return {
+        "queries": [layer.queries for layer in recall.layers],
+        "supports": [layer.supports for layer in recall.layers],
+        "pushed": recall.layers[0].pushed,
+        "lengths": recall.lengths,
+    }
+
+
+def _recall_of(tree: dict[str, Any]) -> FilledRecall:
+    """Inverse of `_recall_tree`."""
+    both = zip(tree["queries"], tree["supports"], strict=True)
+    layers = [
+        RecallCache(queries, supports, jnp.copy(tree["pushed"])) for queries, supports in both
+    ]
+    return FilledRecall(tuple(layers), tree["lengths"])
 
 
 def _first_slots(arrays: Sequence[jax.Array], slots: int) -> list[jax.Array]:

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from retopk_jax.attention.base import AttentionMethod, LayerState, PathStatistics, Report, Step
+from retopk_jax.attention.retopk import ReTopK
 from retopk_jax.errors import CapacityError, ConfigError, PromptError
 from retopk_jax.kv_cache import KVCache, append_step
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill import Context, check_context
+from retopk_jax.recall_cache import FilledRecall, RecallCache, fill_from_prompt
 from retopk_jax.sampling import Sampling, sample
 from retopk_jax.sharding import (
     CACHE,
@@ -24,6 +26,7 @@ from retopk_jax.sharding import (
     TAIL,
     check_method,
     mine,
+    on_every_host,
     per_device,
     placed,
     specs_by_rank,
@@ -109,19 +112,57 @@ def prime(
     method: AttentionMethod, context: Context, *, mesh: Mesh | None = None
 ) -> tuple[LayerState, ...]:
     """State of every layer after a prefill."""
-    wanted, cache, states = method.tail_queries, context.cache, []
+    wanted, cache, recall, states = method.tail_queries, context.cache, context.recall, []
+    if recall is not None and not _fits(method, recall):
+        recall = None
     for layer, (keys, values, tail) in enumerate(
         zip(cache.keys, cache.values, context.tail_queries, strict=True)
     ):
-        args = (keys, values, tail[:, tail.shape[1] - wanted :], cache.lengths)
-        fill = functools.partial(method.prime, layer)
+        known = None if recall is None else (recall.layers[layer], recall.lengths)
+        args = (keys, values, tail[:, tail.shape[1] - wanted :], cache.lengths, known)
+        fill = functools.partial(_prime_layer, method, layer)
         shapes = jax.eval_shape(fill, *args)
         if jax.tree.leaves(shapes):
             specs = specs_by_rank(shapes, HEADS)
-            fill = per_device(fill, mesh, (CACHE, CACHE, TAIL, ROWS), specs)
+            ins = (CACHE, CACHE, TAIL, ROWS, specs_by_rank(known, HEADS))
+            fill = per_device(fill, mesh, ins, specs)
             shapes = fill(*args)
         states.append(shapes)
     return tuple(states)
+
+
+def _fits(method: AttentionMethod, recall: FilledRecall) -> bool:
+    """Whether recall caches are of the sizes that a method remembers."""
+    return isinstance(method, ReTopK) and recall.sizes == (method.capacity, method.budget)
+
+
+def _prime_layer(
+    method: AttentionMethod,
+    layer: int,
+    keys: jax.Array,
+    values: jax.Array,
+    tail: jax.Array,
+    lengths: jax.Array,
+    known: tuple[RecallCache, jax.Array] | None,
+) -> LayerState:
+    """`AttentionMethod.prime`; of ReTopK with what is known of its recall cache taken over."""
+    state = method.prime(layer, keys, values, tail, lengths)
+    if known is None or not isinstance(method, ReTopK):
+        return state
+    return replace(state, cache=fill_from_prompt(tail, keys, lengths, known, budget=method.budget))
+
+
+def remember(model: LanguageModel, method: ReTopK, context: Context) -> Context:
+    """The context with the recall caches that a method fills from it, for who shares or stores it.
+
+    Raises:
+        ConfigError: the context kept too few queries, was read by another model, or was donated.
+    """
+    check_context(model.decoder, context)
+    check_tail_queries(method, context)
+    states = prime(method, replace(context, recall=None), mesh=model.decoder.mesh)
+    filled = FilledRecall(tuple(s.cache for s in states), jnp.copy(context.cache.lengths))
+    return replace(context, recall=filled)
 
 
 def check_tail_queries(method: AttentionMethod, context: Context) -> None:
@@ -455,4 +496,5 @@ first_token = jax.jit(emit, donate_argnames=("produced",))
 
 def statistics(method: AttentionMethod, state: DecodeState) -> list[PathStatistics] | None:
     """Path statistics of every row so far."""
-    return method.path_statistics(state.layers)
+    counters = jax.tree.map(lambda x: on_every_host(x) if x.ndim < 4 else x, state.layers)
+    return method.path_statistics(counters)

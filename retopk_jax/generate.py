@@ -37,7 +37,7 @@ from retopk_jax.prefill import (
 )
 from retopk_jax.programs import program
 from retopk_jax.sampling import make_sampling
-from retopk_jax.sharding import HEADS, check_method, shards_of
+from retopk_jax.sharding import HEADS, check_method, on_every_host, shards_of
 
 OnText = Callable[[int, str], None]
 """Called with (row, new text) as soon as the text is known."""
@@ -199,7 +199,7 @@ def generate(
     check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
     _check_stop(model, stop, on_text)
     read = _read(model, method, prompts, context, max_new_tokens, capacity, donate, progress)
-    lengths = np.array(read.context.cache.lengths)  # a copy: the cache is donated
+    lengths = np.array(on_every_host(read.context.cache.lengths))  # a copy: the cache is donated
     state = start(method, read.context, mesh=model.decoder.mesh)
     eos = [-1] if ignore_eos else sorted(model.eos_token_ids) or [-1]
     controls = (sampling, jnp.asarray(eos, jnp.int32), jnp.int32(max_new_tokens))
@@ -368,9 +368,9 @@ def _completions(
     eos: list[int],
     watcher: _Watcher,
 ) -> list[Completion]:
-    tokens, counts = np.asarray(produced.tokens), np.asarray(produced.count)
+    tokens, counts = map(np.asarray, on_every_host((produced.tokens, produced.count)))
     paths = statistics(method, state)
-    usage = state.usage
+    usage = on_every_host(state.usage)
     means = [np.asarray(x) for x in (usage.tokens, usage.key_bytes, usage.value_bytes)]
     completions = []
     for row, count in enumerate(counts):

@@ -23,10 +23,12 @@ from retopk_jax.kv_cache import KVCache, append_chunk, empty_kv_cache, kv_cache_
 from retopk_jax.language_model import Decoder, LanguageModel, Params
 from retopk_jax.prefill_attention import chunk_attention, cudnn_serves, prompt_attention
 from retopk_jax.programs import program
+from retopk_jax.recall_cache import FilledRecall
 from retopk_jax.sharding import (
     CACHE,
     CHUNK_OF_ROW,
     DATA,
+    HEADS,
     ROWS,
     SEQUENCE,
     TAIL,
@@ -60,11 +62,14 @@ class Context:
         tail_queries: per layer ``[B, T, H, D]``, queries of the last T prompt tokens after
             positional encoding, the newest last.
         logits: float32 ``[B, V]``, of the token after each prompt.
+        recall: recall caches that the prompts have filled; None where each generation fills its
+            own.
     """
 
     cache: KVCache
     tail_queries: tuple[jax.Array, ...]
     logits: jax.Array
+    recall: FilledRecall | None = None
 
     def in_cache_of(self, cache: KVCache) -> "Context":
         """This context after its cache was donated to what has since written beyond it."""
@@ -128,6 +133,7 @@ def read_chunk(
         KVCache(tuple(keys), tuple(values), constrained(lengths, mesh, ROWS)),
         tuple(tails),
         constrained(logits, mesh, ROWS),
+        context.recall,
     )
 
 
@@ -387,19 +393,21 @@ def extend(
         parts = context_bytes(model.decoder, rows, slots, context.tail_queries[0].shape[1])
         check_memory(f"a copy of the context with {rows} x {slots} tokens", parts)
         cache = _copy_cache(cache, rows=rows, slots=slots, mesh=model.decoder.mesh)
-    small = (context.tail_queries, (context.logits, context.cache.lengths))
-    tails, (logits, lengths) = _copy_rows(small, rows=rows, mesh=model.decoder.mesh)
-    copied = Context(replace(cache, lengths=lengths), tails, logits)
+    small = (context.tail_queries, (context.logits, context.cache.lengths), context.recall)
+    tails, (logits, lengths), recall = _copy_rows(small, rows=rows, mesh=model.decoder.mesh)
+    copied = Context(replace(cache, lengths=lengths), tails, logits, recall)
     return _read(model, copied, prompts, before, False, progress)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "mesh"))
-def _copy_rows(small: tuple[Any, Any], *, rows: int, mesh: Mesh | None) -> Any:
-    """Copies tail queries and what is by row from ``[B, ...]`` to ``[rows, ...]``; B may be 1."""
-    tails, others = jax.tree.map(
+def _copy_rows(small: tuple[Any, Any, Any], *, rows: int, mesh: Mesh | None) -> Any:
+    """Copies tail queries, what is by row, and recall caches to as many rows; B may be 1."""
+    tails, others, recall = jax.tree.map(
         lambda x: jnp.copy(jnp.broadcast_to(x, (rows, *x.shape[1:]))), small
     )
-    return constrained(tails, mesh, TAIL), constrained(others, mesh, ROWS)
+    specs = specs_by_rank(recall, HEADS)
+    recall = jax.tree.map(lambda x, spec: constrained(x, mesh, spec), recall, specs)
+    return constrained(tails, mesh, TAIL), constrained(others, mesh, ROWS), recall
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "slots", "mesh"))

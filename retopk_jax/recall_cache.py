@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.numerics import PAD
 from pallas_kernels.recall.reference import normalise
 from retopk_jax.language_model import Geometry
 from retopk_jax.positions import prefill_supports
@@ -35,6 +37,26 @@ class RecallCache:
         return self.queries.shape[2]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FilledRecall:
+    """What the prompts of a context filled the recall caches with.
+
+    Attributes:
+        layers: recall cache of every layer.
+        lengths: int32 ``[B]``, tokens of each row at the time.
+    """
+
+    layers: tuple[RecallCache, ...]
+    lengths: jax.Array
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Entries and tokens of each, (C, K)."""
+        capacity, budget = self.layers[0].supports.shape[2:]
+        return capacity, budget
+
+
 def recall_cache_bytes(
     geometry: Geometry, batch: int, capacity: int, budget: int, dtype: DTypeLike
 ) -> int:
@@ -45,7 +67,12 @@ def recall_cache_bytes(
 
 @functools.partial(jax.jit, static_argnames=("budget",))
 def fill_from_prompt(
-    tail_queries: jax.Array, keys: jax.Array, lengths: jax.Array, *, budget: int
+    tail_queries: jax.Array,
+    keys: jax.Array,
+    lengths: jax.Array,
+    known: tuple[RecallCache, jax.Array] | None = None,
+    *,
+    budget: int,
 ) -> RecallCache:
     """Fills the ring from the last min(C, prompt) prompt tokens.
 
@@ -56,6 +83,8 @@ def fill_from_prompt(
         tail_queries: ``[B, C, H, D]``, queries of the last C prompt tokens, the newest last.
         keys: ``[B, G, S, D]``.
         lengths: int32 ``[B]``, prompt tokens.
+        known: a cache of these sizes, filled when the rows had fewer tokens or as many, int32
+            ``[B]``; its supports are not searched again.
         budget: K.
     """
     capacity = tail_queries.shape[1]
@@ -66,8 +95,35 @@ def fill_from_prompt(
     queries = jnp.moveaxis(queries, 1, 2)  # [B, H, C, D]
     positions = jnp.where(slot < filled[:, None], lengths[:, None] - filled[:, None] + slot, -1)
     qbar, _ = normalise(queries)
-    return RecallCache(
-        qbar.astype(keys.dtype),
-        prefill_supports(queries, keys, positions, budget=budget),
-        filled,
+    if known is None:
+        supports = prefill_supports(queries, keys, positions, budget=budget)
+    else:
+        supports = _missing_supports(queries, keys, positions, *known, budget=budget)
+    return RecallCache(qbar.astype(keys.dtype), supports, filled)
+
+
+def _missing_supports(
+    queries: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    known: RecallCache,
+    known_lengths: jax.Array,
+    *,
+    budget: int,
+) -> jax.Array:
+    """Supports ``[B, H, C, K]``, of which those at known positions are taken over."""
+    before = known_lengths[:, None]
+    slot = positions - before + known.pushed[:, None]  # [B, C], in the known cache
+    held = (positions >= 0) & (positions < before) & (slot >= 0)
+    missing = jnp.where(held, -1, positions)
+    kept = jnp.clip(slot, 0, known.capacity - 1)[:, None, :, None]
+    kept = jnp.take_along_axis(known.supports, kept, axis=2)
+    return lax.cond(
+        jnp.any(missing >= 0),
+        lambda: jnp.where(
+            held[:, None, :, None],
+            kept,
+            prefill_supports(queries, keys, missing, budget=budget),
+        ),
+        lambda: jnp.where(held[:, None, :, None], kept, PAD),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -127,6 +128,17 @@ def check_method(name: str, shards: frozenset[str], mesh: Mesh | None) -> None:
 def placed(mesh: Mesh | None, spec: P) -> NamedSharding | None:
     """Sharding of an array; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec)
+
+
+def on_every_host(tree: Any) -> Any:
+    """The arrays with what other hosts alone have of them gathered, so that each can read them."""
+
+    def gathered(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(gathered, tree)
 
 
 def shards_of(mesh: Mesh | None, spec: P) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.model_shapes import SHAPES
 from models import CausalLM, random_model, shard_model
 from retopk_jax import ExactTopK, Full, ReTopK, generate, prefill, start_session
-from retopk_jax.decode import step_logits
+from retopk_jax.decode import remember, step_logits
 from retopk_jax.sharding import make_mesh
 
 LAYERS, HEADS, KV_HEADS, STEPS, SLOTS = 2, 16, 4, 7, 1024
@@ -44,7 +44,10 @@ def decode(lm: CausalLM, name: str) -> dict[str, Any]:
     """Greedy decoding with one compiled step, and what that is made of."""
     method = METHODS[name]
     read = prefill(lm, prompts(), new_tokens=STEPS, capacity=SLOTS, tail_queries=8)
-    state, logits = start_session(lm, method, read.context).state, read.context.logits
+    context = read.context
+    if lm.decoder.mesh is not None and isinstance(method, ReTopK):  # one device fills its own
+        context = remember(lm, method, context)
+    state, logits = start_session(lm, method, context).state, context.logits
     step = jax.jit(step_logits, static_argnames="decoder", donate_argnames="state")
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     compiled = step.lower(lm.decoder, method, lm.params, state, tokens).compile()

@@ -21,11 +21,13 @@ from retopk_jax import (
     ReTopK,
     context_store,
     device_memory,
+    extend,
     generate,
     load_context,
     prefill,
     save_context,
 )
+from retopk_jax.decode import prime, remember
 from retopk_jax.language_model import Geometry
 from tests.retopk_jax.toy import ToyModel, toy_model
 
@@ -63,6 +65,41 @@ def test_restored_contexts_generate_the_same_tokens(tmp_path, new_tokens, method
         ]
         assert runs[0].tokens == runs[1].tokens
         assert [c.paths for c in runs[0].completions] == [c.paths for c in runs[1].completions]
+
+
+@pytest.mark.parametrize("question", [[], [1, 2, 3], list(range(20))])
+@pytest.mark.parametrize("rows", [[BOOK], [BOOK, BOOK[:5]]])
+def test_recall_caches_are_stored_and_continued(tmp_path, monkeypatch, rows, question) -> None:
+    context = read(*rows)
+    save_context(tmp_path / "ctx", MODEL, remember(MODEL, RETOPK, context), rows)
+    stored = load_context(tmp_path / "ctx", MODEL).context
+    assert stored.recall is not None
+    assert stored.recall.sizes == (8, 16)
+    asked = [question] * len(rows)
+    own, known = (extend(MODEL, c, asked, new_tokens=9).context for c in (context, stored))
+    for ours, theirs in zip(*(prime(RETOPK, c) for c in (own, known)), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    runs = [
+        generate(MODEL, asked if question else None, context=c, attention=RETOPK, max_new_tokens=9)
+        for c in (context, stored)
+    ]
+    assert runs[0].tokens == runs[1].tokens
+    assert [c.paths for c in runs[0].completions] == [c.paths for c in runs[1].completions]
+
+
+@pytest.mark.parametrize("asked", [0, 3, 20])
+def test_known_supports_are_not_searched_again(asked) -> None:
+    context = remember(MODEL, RETOPK, read(BOOK))
+    assert context.recall is not None
+    marked = [replace(x, supports=x.supports * 0 + 7) for x in context.recall.layers]
+    context = replace(context, recall=replace(context.recall, layers=tuple(marked)))
+    context = extend(MODEL, context, [list(range(asked))], new_tokens=1).context
+    (state,) = prime(RETOPK, context)
+    kept = max(RETOPK.capacity - asked, 0)
+    sevens = (np.asarray(state.cache.supports) == 7).all(axis=(0, 1, 3))
+    assert sevens.tolist() == [True] * kept + [False] * (RETOPK.capacity - kept)
+    (other,) = prime(replace(RETOPK, budget=8), context)
+    assert not (np.asarray(other.cache.supports) == 7).all(axis=3).any()
 
 
 def test_bfloat16_is_kept(tmp_path) -> None:
@@ -220,7 +257,7 @@ def test_damaged_arrays_are_refused(tmp_path, damage, message) -> None:
     [
         (lambda text: text[:-20], "context.json is truncated"),
         (lambda text: text.replace('"rows": 1', '"rows": 2'), "context.json was changed"),
-        (lambda text: text.replace("context 1", "context 0"), "of format 'retopk-jax context 0'"),
+        (lambda text: text.replace("context 2", "context 0"), "of format 'retopk-jax context 0'"),
         (lambda text: "[]", "context.json is truncated, or none of a context"),
     ],
 )

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from models import load_model
-from retopk_jax import Full, generate
+from retopk_jax import Full, ReTopK, generate
 from retopk_jax.cli import main
+from retopk_jax.context_store import read_manifest
 
 BOOK = "It is a truth universally acknowledged, that a single man"
 METHOD = Full()
@@ -22,7 +23,7 @@ def book(tiny, tmp_path):
 def generated(tmp_path, *options) -> dict:
     out = tmp_path / "out.json"
     assert (
-        main(["generate", *map(str, options), "--attention", "full", *NEW, "--json", str(out)]) == 0
+        main(["generate", "--attention", "full", *map(str, options), *NEW, "--json", str(out)]) == 0
     )
     return json.loads(out.read_text())
 
@@ -42,6 +43,20 @@ def test_a_question_follows_the_book(tiny, tmp_path, book, capfd):
     went_on = generated(tmp_path, "--context", tmp_path / "ctx")
     whole = generate(model, BOOK, attention=METHOD, max_new_tokens=6, ignore_eos=True)
     assert went_on["tokens"] == whole.tokens[0]
+
+
+def test_recall_caches_of_the_sizes_asked_for_are_stored(tiny, tmp_path, book):
+    store = tmp_path / "ctx"
+    assert main([*book, "--save", str(store), "--budget", "8", "--capacity", "4"]) == 0
+    assert read_manifest(store)["sizes"]["recall"] == [4, 8]
+    model, options = load_model(tiny), ["--context", store, "--prompt", " Who?"]
+    for budget in (8, 16):
+        method = ReTopK(budget=budget, capacity=4)
+        sizes = ["--attention", "retopk", "--budget", budget, "--capacity", "4"]
+        asked = generated(tmp_path, *options, *sizes)
+        whole = generate(model, BOOK + " Who?", attention=method, max_new_tokens=6, ignore_eos=True)
+        assert asked["tokens"] == whole.tokens[0]
+    assert main([*book, "--save", str(store), "--budget", "0"]) == 2
 
 
 def test_a_batch_of_questions_and_a_conversation(tiny, tmp_path, book):
