@@ -219,7 +219,7 @@ def calibrate_retopk(
         prefill(
             model,
             [piece[:context] for piece in batch],
-            new_tokens=steps + 1,
+            new_tokens=steps,
             tail_queries=method.tail_queries,
         ).context
         for batch in batches

@@ -278,6 +278,14 @@ def test_calibrates_under_its_own_feedback(model, policy, text) -> None:
         policy.theta_at(0.99)
 
 
+def test_windows_may_fill_a_models_positions(text) -> None:
+    plan = {**PLAN, "windows": 1, "rounds": 0}
+    full = calibrate_retopk(
+        toy_model(max_positions=56), [text], SMALL, target=Target.parse("share=0.2"), **plan
+    )
+    assert full.provenance["settings"]["windows"] == 1
+
+
 def test_generates_by_a_policy(model, policy) -> None:
     (loose,) = generate(
         model, WORDS, attention=policy.method(), max_new_tokens=20, ignore_eos=True
