@@ -30,7 +30,9 @@ from pallas_kernels.retopk_step import Remembered
 from retopk_jax.attention.checks import check_integer
 
 PARTS = {
-    "retopk_recall": "recall and candidate scoring",
+    "retopk_search": "recall, candidate scoring, scan and filter",
+    "retopk_recall": "recall",
+    "retopk_candidates": "candidate scoring",
     "retopk_finish": "selection, output and push",
     "exact_scan": "scan",
     "exact_filter": "filter",

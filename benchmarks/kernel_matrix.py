@@ -160,12 +160,10 @@ def _remembered(case: Case, q: jax.Array, lengths: jax.Array) -> Remembered:
     stretch = ((lengths - 1) // case.k)[:, None, None, None]
     tokens = k * stretch + (place * stretch.astype(jnp.float32)).astype(jnp.int32)
     last = (jnp.arange(case.c) == case.c - 1)[None, None, :, None]
-    return Remembered(
+    return Remembered.of(
         ring.astype(case.dtype),
         jnp.where(last & (k >= case.k - 3), -1, tokens),
         jnp.full((case.b,), 2 * case.c + 3, jnp.int32),
-        jnp.zeros((case.b, case.h, 3), jnp.int32),
-        jnp.zeros((case.b, case.h), jnp.int32),
     )
 
 

@@ -92,13 +92,7 @@ def build(length: int, batch: int) -> tuple[list[Layer], list[Remembered]]:
         layers.append(Layer(keys, normal(v, keys.shape), jnp.asarray(queries[CAPACITY:]), lengths))
         ring_queries, supports = ring(jnp.moveaxis(queries[:CAPACITY], 0, 2), keys)
         rings.append(
-            Remembered(
-                ring_queries,
-                supports,
-                jnp.full((batch,), CAPACITY, jnp.int32),
-                jnp.zeros((batch, HEADS, 3), jnp.int32),
-                jnp.zeros((batch, HEADS), jnp.int32),
-            )
+            Remembered.of(ring_queries, supports, jnp.full((batch,), CAPACITY, jnp.int32))
         )
     return layers, rings
 
@@ -257,7 +251,9 @@ def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Rememb
             ring = jax.tree.map(jnp.copy, ring)
             cache = RecallCache(ring.queries, ring.supports, ring.pushed)
             scanned = jnp.zeros((batch, GROUPS), jnp.int32)
-            return ReTopKState(cache, ring.paths, ring.candidates, scanned, None)
+            return ReTopKState(
+                cache, ring.paths, ring.candidates, ring.signals, scanned, None
+            )
         tail = jnp.moveaxis(layer.queries[:1], 0, 1)
         return jax.jit(method.prime, static_argnums=0)(
             0, layer.keys, layer.values, tail, layer.lengths

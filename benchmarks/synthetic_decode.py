@@ -185,9 +185,9 @@ def ring_of(
     supports = place + (entry + offset) % stride
     supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
     ring = RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32))
-    counted = ((1, heads, 3), (1, heads), (1, geometry.num_kv_heads))
-    paths, candidates, scanned = (jnp.zeros(shape, jnp.int32) for shape in counted)
-    state = ReTopKState(ring, paths, candidates, scanned, None)
+    counted = ((1, heads, 3), (1, heads), (1, heads, 2), (1, geometry.num_kv_heads))
+    paths, candidates, signals, scanned = (jnp.zeros(shape, jnp.int32) for shape in counted)
+    state = ReTopKState(ring, paths, candidates, signals, scanned, None)
     return jax.tree.map(
         lambda x, spec: constrained(x, mesh, spec), state, specs_by_rank(state, HEADS)
     )

@@ -139,7 +139,8 @@ def op_program(op: str, sizes: Sizes = Sizes()) -> Program:
     q, ring = (shape(*dims, dtype=sizes.dtype) for dims in ((b, h, d), (b, h, c, d)))
     both = shape(b, g, s, 2, whole_lanes(d), dtype=sizes.dtype)
     flag = functools.partial(shape, dtype=jnp.bool_)
-    remembered = Remembered(ring, shape(b, h, c, k), shape(b), shape(b, h, 3), shape(b, h))  # pyright: ignore
+    counters = (shape(b, h, 3), shape(b, h), shape(b, h, 2))
+    remembered = Remembered(ring, shape(b, h, c, k), shape(b), *counters)  # pyright: ignore
     run = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
     run = functools.partial(run, implementation="mosaic_tpu")
     candidates = r * k + w

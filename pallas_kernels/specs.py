@@ -129,12 +129,10 @@ def problem(
         "keys": k,
         "values": v,
         "lengths": jnp.asarray(counts),
-        "remembered": Remembered(
+        "remembered": Remembered.of(
             jnp.asarray(ring, shape.dtype),
             supports_of(rng, shape, counts, supports),
             jnp.asarray(pushed),
-            jnp.zeros((shape.b, shape.h, 3), jnp.int32),
-            jnp.zeros((shape.b, shape.h), jnp.int32),
         ),
         "slots": jnp.asarray(
             np.stack([rng.permutation(shape.c)[: shape.r] for _ in range(shape.b * shape.h)])

@@ -106,6 +106,41 @@ def store_at(ref: Ref, value: Array, *indices: Any, mask: Any = None) -> None:
     plt.store(ref.at[full_index(shape, *indices)], value, mask=mask)
 
 
+def divide(number: Array, by: int) -> tuple[Array, Array]:
+    """Quotient and remainder of a number that is not negative."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+
+
+def signal(ref: Ref, *indices: Any, amount: Array | int = 1) -> None:
+    """Adds to an integer once all that the program has stored so far can be seen."""
+    barrier()
+    if interpreted():
+        ref[indices] += amount
+    else:
+        plt.atomic_add(ref, indices, jnp.asarray(amount, jnp.int32))
+
+
+def await_signals(ref: Ref, *indices: Any, least: Array | int, mask: Any = None) -> Array:
+    """Integers once each is at least ``least``; only programs earlier in the grid may add to them.
+
+    A GPU starts programs in their order, so that those are running or have ended.
+    """
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    at = ref.at[full_index(shape, *indices)]
+
+    def load() -> Array:
+        return plt.load(at, mask=mask, other=None if mask is None else LAST, volatile=True)
+
+    return lax.while_loop(lambda seen: jnp.min(seen) < least, lambda _: load(), load())
+
+
+def acquire(ref: Ref, *indices: Any) -> None:
+    """Makes what other programs stored before they signalled visible to this one."""
+    if not interpreted():
+        plt.atomic_add(ref, indices, jnp.int32(0))
+        barrier()
+
+
 def order_key(scores: Array) -> Array:
     """Int32 keys in the order of float32 scores (no NaN, no negative zero)."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)

@@ -172,7 +172,7 @@ def retopk_step(
             window=window,
             by_recency=by_recency,
         )
-    queries, supports, pushed, paths, candidate_total = remembered
+    queries, supports, pushed, paths, candidate_total, signals = remembered
     capacity, budget = supports.shape[2:]
     tau = jnp.broadcast_to(jnp.asarray(tau, jnp.float32), q.shape[:2])
     found = recall(q, queries, pushed, entries=entries)
@@ -203,6 +203,7 @@ def retopk_step(
             pushed + active.astype(jnp.int32),
             paths + taken.astype(jnp.int32),
             candidate_total + unique,
+            signals,
         ),
         support,
         path,

@@ -1,6 +1,6 @@
 """Candidates as a Triton kernel: repeats are found before their keys are read.
 
-A program takes blocks of one recalled support. A binary search of every token in the other
+A program takes a block of one recalled support. A binary search of every token in the other
 recalled supports gives its rank in their merged order and says whether an earlier one has it too;
 only the remaining keys are read. Scores are written at the ranks, so that slots ascend by token.
 """
@@ -27,34 +27,40 @@ from pallas_kernels.triton_lib import (
 
 WARPS = 4
 _BLOCK = 32 * WARPS
-"""Candidates that a program handles at a time: one a thread."""
+"""Candidates that a program handles: one a thread."""
 
 _PARTS = 16
 """Parts of a support of which the search finds the right one with independent reads."""
+
+_ALL_AT_ONCE = 1024
+"""Programs up to which a GPU runs all of them at once."""
 
 
 class Split(NamedTuple):
     """How the candidates of a head are split over programs.
 
     Attributes:
-        blocks: blocks of `_BLOCK` candidates that a program takes.
         of_support: programs that share a support.
         total: programs of a head, those of the window last.
+        at_once: whether a GPU runs the programs of all heads at once: what counts then is how long
+            one takes, and otherwise how much it does.
     """
 
-    blocks: int
     of_support: int
     total: int
+    at_once: bool
+
+    @classmethod
+    def of(cls, rows: int, budget: int, entries: int, window: int) -> "Split":
+        """For ``rows`` heads."""
+        of_support = -(-budget // _BLOCK)
+        total = entries * of_support + -(-window // _BLOCK)
+        return cls(of_support, total, rows * total <= _ALL_AT_ONCE)
 
 
-def split_candidates(rows: int, budget: int, entries: int, window: int) -> Split:
-    """Few blocks a program while the GPU has room, more once the heads fill it."""
-    blocks = max(1, min(-(-budget // _BLOCK), rows // 64))
-    of_support = -(-budget // (_BLOCK * blocks))
-    return Split(blocks, of_support, entries * of_support + -(-window // (_BLOCK * blocks)))
-
-
-def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[Array, Array]:
+def _search(
+    supports_ref: Ref, row: Array, slot: Array, tokens: Array, *, at_once: bool
+) -> tuple[Array, Array]:
     """Entries of one support below each token, and whether it holds the token."""
     budget = supports_ref.shape[2]
     wanted = lax.bitcast_convert_type(tokens, jnp.uint32)
@@ -68,7 +74,7 @@ def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[
 
     below = jnp.zeros(tokens.shape, jnp.int32)
     step = round_up(budget)
-    if step > _PARTS:  # at once, and the reads touch every line of the support
+    if at_once and step > _PARTS:  # more reads, none of which waits, of every line of the support
         step //= _PARTS
         for last in range(step - 1, min(budget, step * (_PARTS - 1)), step):
             below += jnp.where(at(jnp.int32(last)) < wanted, step, 0)
@@ -81,11 +87,18 @@ def _search(supports_ref: Ref, row: Array, slot: Array, tokens: Array) -> tuple[
 
 
 def score_keys(
-    q_ref: Ref, keys_ref: Ref, row: Array, group: Array, tokens: Array, wanted: Array
+    q_ref: Ref,
+    keys_ref: Ref,
+    row: Array,
+    group: Array,
+    tokens: Array,
+    wanted: Array,
+    *,
+    part: int = 256,
 ) -> Array:
-    """Scores of one block of keys; those not wanted are not read."""
+    """Scores of one block of keys, read ``part`` bytes at a time; those not wanted are not read."""
     dim = q_ref.shape[1]
-    width = min(round_up(dim), 256 // keys_ref.dtype.itemsize)
+    width = min(round_up(dim), part // keys_ref.dtype.itemsize)
     dots = jnp.zeros(tokens.shape, jnp.float32)
     for start in range(0, dim, width):
         d = start + lax.iota(jnp.int32, width)
@@ -130,10 +143,16 @@ def score_candidates(
     lane = lax.iota(jnp.int32, _BLOCK)
     start = length - window
 
-    def from_support(i: Array, carry: Array) -> Array:
+    def put(slot: Array, token: Array, wanted: Array, inside: Array) -> None:
+        part = 256 if split.at_once else 64  # more lie in registers than a full GPU has
+        scores = score_keys(q_ref, keys_ref, row, group, token, wanted, part=part)
+        store_at(ids_ref, token, row, slot, mask=inside)
+        store_at(scores_ref, scores, row, slot, mask=inside)
+
+    @pl.when(program < entries * split.of_support)
+    def _() -> None:
         mine = program // split.of_support
-        first = (program % split.of_support) * split.blocks + i
-        position = first * _BLOCK + lane
+        position = (program % split.of_support) * _BLOCK + lane
         inside = position < budget
         slot = _choose(mine, slots)
         token = load_at(
@@ -144,35 +163,21 @@ def score_candidates(
         for r in range(1, entries):
             other = mine + r
             other = jnp.where(other >= entries, other - entries, other)
-            below, found = _search(supports_ref, row, _choose(other, slots), token)
+            below, found = _search(
+                supports_ref, row, _choose(other, slots), token, at_once=split.at_once
+            )
             earlier = other < mine
             drop |= earlier & found
             through = jnp.where(token < 0, budget, below + jnp.where(found, 1, 0))
             rank += jnp.where(earlier, through, below)
-        token = jnp.where(drop, -1, token)
-        scores = score_keys(q_ref, keys_ref, row, group, token, ~drop)
-        store_at(ids_ref, token, row, rank, mask=inside)
-        store_at(scores_ref, scores, row, rank, mask=inside)
-        return carry
-
-    def from_window(i: Array, carry: Array) -> Array:
-        first = (program - entries * split.of_support) * split.blocks + i
-        position = first * _BLOCK + lane
-        inside = position < window
-        wanted = inside & (start + position >= 0)
-        token = jnp.where(wanted, start + position, -1)
-        scores = score_keys(q_ref, keys_ref, row, group, token, wanted)
-        store_at(ids_ref, token, row, entries * budget + position, mask=inside)
-        store_at(scores_ref, scores, row, entries * budget + position, mask=inside)
-        return carry
-
-    @pl.when(program < entries * split.of_support)
-    def _() -> None:
-        lax.fori_loop(0, split.blocks, from_support, jnp.int32(0))
+        put(rank, jnp.where(drop, -1, token), ~drop, inside)
 
     @pl.when(program >= entries * split.of_support)
     def _() -> None:
-        lax.fori_loop(0, split.blocks, from_window, jnp.int32(0))
+        position = (program - entries * split.of_support) * _BLOCK + lane
+        inside = position < window
+        wanted = inside & (start + position >= 0)
+        put(entries * budget + position, jnp.where(wanted, start + position, -1), wanted, inside)
 
 
 def check_candidates(dim: int, entries: int, budget: int, window: int) -> None:
@@ -197,7 +202,7 @@ def candidates(
     entries = slots.shape[2]
     check_candidates(dim, entries, budget, window)
     rows, total = batch * heads, entries * budget + window
-    split = split_candidates(rows, budget, entries, window)
+    split = Split.of(rows, budget, entries, window)
 
     def kernel(
         q_ref: Ref,  # [BH, D]

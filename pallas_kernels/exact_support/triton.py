@@ -36,7 +36,7 @@ from pallas_kernels.triton_lib import (
     threshold_within,
 )
 
-_FILTERED = 4096
+_FILTERED = 1024
 """Scores that a program of the filter holds."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
@@ -171,26 +171,41 @@ class Scan(NamedTuple):
         ]
 
 
+def group_lanes(each: int) -> Array:
+    """Lanes for the queries of a key-value head, as many as a product needs at least."""
+    return lax.iota(jnp.int32, max(16, round_up(each)))
+
+
 def scan_keys(
     q_ref: Ref,  # [BH, D]
     keys_ref: Ref,  # [BG, S, D]
-    lengths_ref: Ref,  # [BH]
     scores_ref: Ref,  # [BH, S]
     highest_ref: Ref,  # [BH, sets]
     group: Array,
     program: Array,
+    lengths: Array,
     split: Scan,
 ) -> None:
-    """Scores of a program's tiles for the queries of one key-value head, each up to its length."""
+    """Scores of a program's tiles for the queries of one key-value head, each up to its length.
+
+    Args:
+        q_ref: queries.
+        keys_ref: keys.
+        scores_ref: to write.
+        highest_ref: to write.
+        group: key-value head, over all rows.
+        program: of the key-value head.
+        lengths: int32, of `group_lanes`, keys that a query sees.
+        split: how.
+    """
     dim = q_ref.shape[1]
     tile, tiles = split.tile, split.tiles
     groups, stored, _ = keys_ref.shape
     block, columns = split.block, split.columns
     each = q_ref.shape[0] // groups
-    lane = lax.iota(jnp.int32, max(16, round_up(each)))
+    lane = group_lanes(each)
     rows = group * each + lane
     d = lax.iota(jnp.int32, round_up(dim))
-    lengths = load_at(lengths_ref, rows, mask=lane < each, other=0)
     longest = jnp.max(lengths)
     start = program * (tile * tiles)
 
@@ -400,7 +415,10 @@ def run_scan(
         highest_ref: Ref,  # [BH, sets]
     ) -> None:
         group, program = pl.program_id(0), pl.program_id(1)
-        scan_keys(q_ref, keys_ref, lengths_ref, scores_ref, highest_ref, group, program, split)
+        each = q_ref.shape[0] // groups
+        lane = group_lanes(each)
+        lengths = load_at(lengths_ref, group * each + lane, mask=lane < each, other=0)
+        scan_keys(q_ref, keys_ref, scores_ref, highest_ref, group, program, lengths, split)
 
     return call(
         kernel,

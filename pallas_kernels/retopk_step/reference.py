@@ -78,7 +78,7 @@ def push(
         unique: int32 ``[B, H]``, unique candidates of a head that reuses; 0 of another.
         active: bool ``[B]``.
     """
-    queries, supports, pushed, paths, candidate_total = remembered
+    queries, supports, pushed, paths, candidate_total, signals = remembered
     capacity = queries.shape[2]
     # Makes the ring's write wait for its reads; free to overlap, XLA would copy it first.
     qbar, support = jax.lax.optimization_barrier((qbar, support))
@@ -91,6 +91,7 @@ def push(
         pushed + active.astype(jnp.int32),
         paths + taken.astype(jnp.int32),
         candidate_total + unique,
+        signals,
     )
 
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
 """Paths of a head-step."""
@@ -17,6 +18,8 @@ class Remembered(NamedTuple):
         pushed: int32 ``[B]``, pushes so far.
         paths: int32 ``[B, H, 3]``, head-steps by path so far.
         candidates: int32 ``[B, H]``, unique candidates summed over the reuse steps so far.
+        signals: int32 ``[B, H, 2]``, by which the programs of a kernel wait for each other; zeros
+            between steps.
     """
 
     queries: jax.Array
@@ -24,6 +27,20 @@ class Remembered(NamedTuple):
     pushed: jax.Array
     paths: jax.Array
     candidates: jax.Array
+    signals: jax.Array
+
+    @classmethod
+    def of(cls, queries: jax.Array, supports: jax.Array, pushed: jax.Array) -> "Remembered":
+        """Before the first step."""
+        heads = queries.shape[:2]
+        return cls(
+            queries,
+            supports,
+            pushed,
+            paths=jnp.zeros((*heads, 3), jnp.int32),
+            candidates=jnp.zeros(heads, jnp.int32),
+            signals=jnp.zeros((*heads, 2), jnp.int32),
+        )
 
 
 class ReTopKStep(NamedTuple):

@@ -41,8 +41,8 @@ def attend_support(
         )
         return token, score
 
-    def sums(token: Array, score: Array, best: Array) -> tuple[Array, Array]:
-        values = load_at(
+    def load_values(token: Array) -> Array:
+        return load_at(
             values_ref,
             group,
             jnp.maximum(token, 0)[:, None],
@@ -50,6 +50,8 @@ def attend_support(
             mask=(token >= 0)[:, None] & (d < dim)[None, :],
             other=0.0,
         )
+
+    def sums(values: Array, score: Array, best: Array) -> tuple[Array, Array]:
         weights = jnp.exp(score - best)
         return jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0), jnp.sum(weights)
 
@@ -58,7 +60,8 @@ def attend_support(
 
     if steps == 1:
         token, score = load(0)
-        out, total = sums(token, score, finite(jnp.max(score)))
+        values = load_values(token)  # on its way while the maximum is found
+        out, total = sums(values, score, finite(jnp.max(score)))
     else:
         best = lax.fori_loop(
             0,
@@ -69,7 +72,8 @@ def attend_support(
         best = finite(best)
 
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            out, total = sums(*load(i), best)
+            token, score = load(i)
+            out, total = sums(load_values(token), score, best)
             return carry[0] + out, carry[1] + total
 
         start = (jnp.zeros((width,), jnp.float32), jnp.float32(0.0))

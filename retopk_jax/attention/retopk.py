@@ -38,6 +38,7 @@ class ReTopKState:
         cache: remembered queries and supports.
         paths: int32 ``[B, H, 3]``, head-steps by path: reuse, fallback, refresh.
         candidates: int32 ``[B, H]``, unique candidates summed over the reuse steps.
+        signals: int32 ``[B, H, 2]``, zeros between steps; see `Remembered`.
         scanned: int32 ``[B, G]``, steps in which some head of the group scanned.
         predicted: float32 ``[B, H]``, expected errors summed over the reuse steps; None without
             maps of them.
@@ -46,6 +47,7 @@ class ReTopKState:
     cache: RecallCache
     paths: jax.Array
     candidates: jax.Array
+    signals: jax.Array
     scanned: jax.Array
     predicted: jax.Array | None
 
@@ -144,6 +146,7 @@ class ReTopK(AttentionMethod):
             fill_from_prompt(tail_queries, keys, lengths, budget=self.budget),
             jnp.zeros((batch, heads, 3), jnp.int32),
             jnp.zeros((batch, heads), jnp.int32),
+            jnp.zeros((batch, heads, 2), jnp.int32),
             jnp.zeros((batch, keys.shape[1]), jnp.int32),
             None if self.risk is None else jnp.zeros((batch, heads), jnp.float32),
         )
@@ -171,7 +174,14 @@ class ReTopK(AttentionMethod):
             q,
             keys,
             values,
-            Remembered(cache.queries, cache.supports, cache.pushed, state.paths, state.candidates),
+            Remembered(
+                cache.queries,
+                cache.supports,
+                cache.pushed,
+                state.paths,
+                state.candidates,
+                state.signals,
+            ),
             step.lengths,
             self.refresh_due(step),
             step.active,
@@ -194,6 +204,7 @@ class ReTopK(AttentionMethod):
             RecallCache(new.queries, new.supports, new.pushed),
             new.paths,
             new.candidates,
+            new.signals,
             state.scanned + scanned.astype(jnp.int32),
             predicted,
         )

@@ -213,6 +213,7 @@ def test_the_threshold_is_the_fused_step_bit_for_bit() -> None:
                 state.cache.pushed,
                 state.paths,
                 state.candidates,
+                state.signals,
             ),
             step.lengths,
             jnp.asarray((index > 0) & (index % 4 == 0)),
@@ -223,7 +224,9 @@ def test_the_threshold_is_the_fused_step_bit_for_bit() -> None:
         after = found.before[t + 1] if t + 1 < STEPS else found.state
         assert after.predicted is None
         cache = (after.cache.queries, after.cache.supports, after.cache.pushed)
-        for want, got in zip(done.remembered, (*cache, after.paths, after.candidates), strict=True):
+        for want, got in zip(
+            done.remembered, (*cache, after.paths, after.candidates, after.signals), strict=True
+        ):
             np.testing.assert_array_equal(want, got)
         index = index + found.active[t].astype(np.int32)
 

@@ -1,0 +1,361 @@
+"""What a ReTopK step finds before it selects, as Triton kernels: paths, candidates, lists of keys.
+
+Where a GPU runs all programs that score candidates at once, one kernel does it all: programs that
+scan keys follow those that find the path of a head, and programs that filter follow those that
+scan; each waits for what it needs of them. Otherwise every part is a kernel of its own.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.candidates.triton import WARPS, Split, score_candidates
+from pallas_kernels.exact_support.triton import (
+    Scan,
+    filter_keys,
+    group_lanes,
+    run_filter,
+    run_scan,
+    scan_keys,
+)
+from pallas_kernels.recall.triton import RingMatch, match_ring, ring_warps
+from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
+from pallas_kernels.triton_lib import (
+    Array,
+    Ref,
+    acquire,
+    await_signals,
+    call,
+    divide,
+    round_up,
+    signal,
+    store_at,
+)
+
+
+class Inputs(NamedTuple):
+    """What a search reads: heads, and rows of the batch, one after another.
+
+    Attributes:
+        q: ``[BH, D]``.
+        keys: ``[BG, S, D]``.
+        queries: ``[BH, C, D]``.
+        supports: int32 ``[BH, C, K]``.
+        tau: float32 ``[BH]``.
+        lengths: int32 ``[B]``.
+        due: int32 ``[B]``.
+        active: int32 ``[B]``.
+        pushed: int32 ``[B]``.
+    """
+
+    q: jax.Array
+    keys: jax.Array
+    queries: jax.Array
+    supports: jax.Array
+    tau: jax.Array
+    lengths: jax.Array
+    due: jax.Array
+    active: jax.Array
+    pushed: jax.Array
+
+
+class Found(NamedTuple):
+    """What a search writes.
+
+    Attributes:
+        signals: int32 ``[BH, 2]``, zeros before: 1 for a head that reuses and 2 for one that scans;
+            and, at the first head of a group, the programs that have scanned.
+        qbar: ``[BH, D]``.
+        rho_max: float32 ``[BH]``.
+        path: int32 ``[BH]``.
+        reuse_length: int32 ``[BH]``, L of a head that reuses, else 0.
+        scan_length: int32 ``[BH]``, L of a head that scans, else 0.
+        pushed: int32 ``[B]``, with this step's.
+        ids: int32 ``[BH, N]``, candidates of heads that reuse.
+        candidate_scores: float32 ``[BH, N]``.
+        scores: float32 ``[BH, S]``, of heads that scan.
+        highest: float32 ``[BH, sets]``.
+        tokens: int32 ``[BH, P * stretch]``, keys that may be among the K best.
+        counts: int32 ``[BH, P]``.
+    """
+
+    signals: jax.Array
+    qbar: jax.Array
+    rho_max: jax.Array
+    path: jax.Array
+    reuse_length: jax.Array
+    scan_length: jax.Array
+    pushed: jax.Array
+    ids: jax.Array
+    candidate_scores: jax.Array
+    scores: jax.Array
+    highest: jax.Array
+    tokens: jax.Array
+    counts: jax.Array
+
+
+class _Path(NamedTuple):
+    """What decides and what follows for one head."""
+
+    match: RingMatch
+    path: Array
+    length: Array
+    pushed: Array
+    running: Array
+
+
+def _find_path(inputs: Inputs, row: Array, b: Array, entries: int) -> _Path:
+    """Compares a head with its ring; ``inputs`` are refs."""
+    pushed, running = inputs.pushed[b], inputs.active[b] > 0
+    length = jnp.where(running, inputs.lengths[b], 0)
+    tau, due = inputs.tau[row], inputs.due[b] > 0  # read before there is anything to wait for
+    match = match_ring(inputs.q, inputs.queries, row, pushed, entries=entries)
+    similar = (match.rho_max >= tau) & (match.rho_max > -float("inf"))
+    path = FALLBACK - similar.astype(jnp.int32)  # REUSE if similar
+    return _Path(match, jnp.where(due, REFRESH, path), length, pushed, running)
+
+
+def _store_path(
+    found: _Path,
+    row: Array,
+    b: Array,
+    dim: int,
+    qbar_ref: Ref,
+    rho_ref: Ref,
+    path_ref: Ref,
+    reuse_length_ref: Ref,
+    scan_length_ref: Ref,
+    pushed_ref: Ref,
+) -> None:
+    d = lax.iota(jnp.int32, round_up(dim))
+    store_at(qbar_ref, found.match.qbar.astype(qbar_ref.dtype), row, d, mask=d < dim)
+    rho_ref[row] = found.match.rho_max
+    path_ref[row] = found.path
+    reuse_length_ref[row] = jnp.where(found.path == REUSE, found.length, 0)
+    scan_length_ref[row] = jnp.where(found.path == REUSE, 0, found.length)
+    pushed_ref[b] = found.pushed + found.running.astype(jnp.int32)
+
+
+def _path_outputs(inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
+    """Of `_store_path`."""
+    rows, (batch,) = inputs.q.shape[0], inputs.pushed.shape
+    return [
+        jax.ShapeDtypeStruct(inputs.q.shape, inputs.queries.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3,
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    ]
+
+
+def _candidate_outputs(rows: int, slots: int) -> list[jax.ShapeDtypeStruct]:
+    """Of `score_candidates`."""
+    return [
+        jax.ShapeDtypeStruct((rows, slots), jnp.int32),
+        jax.ShapeDtypeStruct((rows, slots), jnp.float32),
+    ]
+
+
+def search(
+    inputs: Inputs, signals: jax.Array, split: Split, scan: Scan, *, entries: int, window: int
+) -> Found:
+    """Finds paths, and for every head candidates or a list of keys.
+
+    Args:
+        inputs: see there.
+        signals: int32 ``[BH, 2]``, zeros; used up.
+        split: of the candidates.
+        scan: of the scan and its filter.
+        entries: R.
+        window: W.
+    """
+    how = _search_at_once if split.at_once else _search_in_turn
+    return how(inputs, signals, split, scan, entries=entries, window=window)
+
+
+def _search_at_once(
+    inputs: Inputs, signals: jax.Array, split: Split, scan: Scan, *, entries: int, window: int
+) -> Found:
+    rows, dim = inputs.q.shape
+    groups, stored, _ = inputs.keys.shape
+    heads, budget = rows // inputs.pushed.shape[0], inputs.supports.shape[2]
+    each = rows // groups
+    covered = scan.tile * scan.tiles
+    first_scan = rows * split.total
+    first_filter = first_scan + groups * scan.programs
+
+    def kernel(*refs: Ref) -> None:
+        given, found = Inputs(*refs[:9]), Found(*refs[10:])
+        program = pl.program_id(0)
+
+        @pl.when(program < first_scan)
+        def _() -> None:
+            row, part = divide(program, split.total)
+            b = divide(row, heads)[0]
+            mine = _find_path(given, row, b, entries)
+            last = split.total - 1  # that of the window, which has least to do
+
+            @pl.when(part == last)
+            def _() -> None:
+                scans = ((mine.path != REUSE) & mine.running).astype(jnp.int32)
+                signal(found.signals, row, 0, amount=1 + scans)
+                _store_path(mine, row, b, dim, *found[1:7])
+
+            @pl.when((mine.path == REUSE) & mine.running)
+            def _() -> None:
+                score_candidates(
+                    given.q,
+                    given.keys,
+                    given.supports,
+                    found.ids,
+                    found.candidate_scores,
+                    row,
+                    part,
+                    mine.match.slots,
+                    mine.length,
+                    split=split,
+                    window=window,
+                )
+
+        @pl.when((program >= first_scan) & (program < first_filter))
+        def _() -> None:
+            group, part = divide(program - first_scan, scan.programs)
+            length = given.lengths[divide(group * each, heads)[0]]
+
+            @pl.when(part * covered < length)
+            def _() -> None:
+                lane = group_lanes(each)
+                mine = lane < each
+                known = await_signals(found.signals, group * each + lane, 0, least=1, mask=mine)
+                lengths = jnp.where(mine & (known > 1), length, 0)
+                scan_keys(
+                    given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
+                )
+
+                @pl.when(jnp.max(lengths) > 0)
+                def _() -> None:
+                    signal(found.signals, group * each, 1)
+
+        @pl.when(program >= first_filter)
+        def _() -> None:
+            row, part = divide(program - first_filter, scan.stretches)
+            length = given.lengths[divide(row, heads)[0]]
+            known = await_signals(found.signals, row, 0, least=1)
+
+            @pl.when(known > 1)
+            def _() -> None:
+                first = divide(row, each)[0] * each
+                expected = divide(length + (covered - 1), covered)[0]
+                scanned = await_signals(found.signals, first, 1, least=expected)
+
+                @pl.when(scanned >= expected)  # always; without it nothing would be waited for
+                def _() -> None:
+                    acquire(found.signals, first, 1)
+                    filter_keys(
+                        found.scores,
+                        found.highest,
+                        found.tokens,
+                        found.counts,
+                        row,
+                        part,
+                        length,
+                        scan,
+                        budget,
+                        finite=True,
+                    )
+
+    outputs = call(
+        kernel,
+        name="retopk_search",
+        grid=(first_filter + rows * scan.stretches,),
+        outputs=[
+            jax.ShapeDtypeStruct(signals.shape, jnp.int32),
+            *_path_outputs(inputs),
+            *_candidate_outputs(rows, entries * budget + window),
+            *scan.outputs(rows, stored),
+            *scan.lists(rows),
+        ],
+        warps=WARPS,
+        stages=scan.stages,
+        aliases={9: 0},
+    )(*inputs, signals)
+    return Found(*outputs)
+
+
+def _search_in_turn(
+    inputs: Inputs, signals: jax.Array, split: Split, scan: Scan, *, entries: int, window: int
+) -> Found:
+    rows, dim = inputs.q.shape
+    heads, (_, capacity, budget) = rows // inputs.pushed.shape[0], inputs.supports.shape
+
+    def recall(*refs: Ref) -> None:
+        given, slots_ref = Inputs(*refs[:9]), refs[15]
+        row = pl.program_id(0)
+        b = divide(row, heads)[0]
+        mine = _find_path(given, row, b, entries)
+        _store_path(mine, row, b, dim, *refs[9:15])
+        for r, slot in enumerate(mine.match.slots):
+            slots_ref[row, r] = slot
+
+    qbar, rho_max, path, reuse_length, scan_length, pushed, slots = call(
+        recall,
+        name="retopk_recall",
+        grid=(rows,),
+        outputs=[*_path_outputs(inputs), jax.ShapeDtypeStruct((rows, entries), jnp.int32)],
+        warps=ring_warps(capacity, dim),
+    )(*inputs)
+
+    def candidates(
+        q_ref: Ref,  # [BH, D]
+        keys_ref: Ref,  # [BG, S, D]
+        supports_ref: Ref,  # [BH, C, K]
+        slots_ref: Ref,  # [BH, R]
+        reuse_length_ref: Ref,  # [BH]
+        ids_ref: Ref,  # [BH, N]
+        candidate_scores_ref: Ref,  # [BH, N]
+    ) -> None:
+        row = pl.program_id(0)
+        length = reuse_length_ref[row]
+
+        @pl.when(length > 0)
+        def _() -> None:
+            score_candidates(
+                q_ref,
+                keys_ref,
+                supports_ref,
+                ids_ref,
+                candidate_scores_ref,
+                row,
+                pl.program_id(1),
+                [slots_ref[row, r] for r in range(entries)],
+                length,
+                split=split,
+                window=window,
+            )
+
+    ids, candidate_scores = call(
+        candidates,
+        name="retopk_candidates",
+        grid=(rows, split.total),
+        outputs=_candidate_outputs(rows, entries * budget + window),
+        warps=WARPS,
+    )(inputs.q, inputs.keys, inputs.supports, slots, reuse_length)
+    scores, highest = run_scan(inputs.q, inputs.keys, scan_length, scan)
+    tokens, counts = run_filter(scores, highest, scan_length, scan, budget, finite=True)
+    return Found(
+        signals,
+        qbar,
+        rho_max,
+        path,
+        reuse_length,
+        scan_length,
+        pushed,
+        ids,
+        candidate_scores,
+        scores,
+        highest,
+        tokens,
+        counts,
+    )
