@@ -138,6 +138,7 @@ def test_policies_are_set_against_the_groups_that_they_scan(out):
     fitted = result["settings"]["calibrations"]
     assert [one["policy"] for one in fitted] == ["risk smoke", "risk again"]
     assert fitted[0]["sizes"]["budget"] == 48
+    assert fitted[0]["texts"][0]["file"] == SAMPLE_TEXT.name
     assert "Path policies" in (out / "report.md").read_text(encoding="utf-8")
 
 
