@@ -231,6 +231,9 @@ def main(argv: Sequence[str]) -> None:
     hosts.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
     hosts.add_argument("--processes", type=int, metavar="N")
     hosts.add_argument("--process", type=int, metavar="I", help="of this one, from 0")
+    parser.add_argument(
+        "--kernels", action="store_true", help="also the time of every kernel, from the profiler"
+    )
     parser.add_argument("--pattern", type=Path, help="recorded scans, an .npz; see path_patterns")
     args = parser.parse_args(argv)
     for name in ("steps", "calls"):
@@ -296,7 +299,8 @@ def main(argv: Sequence[str]) -> None:
         rows = [part for at, part in wanted if at == length]
         if rows and time.monotonic() < end:
             at = {"model": args.model, "mesh": args.mesh}
-            _measure(table, model, rows, parts, programs, sizes, bandwidth, at, end)
+            chosen = {part: parts[part] for part in rows}
+            _measure(table, model, chosen, programs, sizes, bandwidth, at, end, args.kernels)
     exit_if_all_failed([row for row in table.rows if row["mesh"] == args.mesh], "milliseconds")
 
 
@@ -339,23 +343,22 @@ def _wait(programs: Mapping[Any, Future[Program]], end: float) -> None:
 def _measure(
     table: Measurements,
     model: CausalLM,
-    rows: Sequence[str],
     parts: Mapping[str, tuple[AttentionMethod, Pattern | None]],
     programs: Mapping[tuple[int, type[AttentionMethod]], Future[Program]],
     sizes: Sizes,
     bandwidth: float,
     at: Row,
     end: float,
+    kernels: bool,
 ) -> None:
     """Adds the rows of one length."""
     config, decoder = model.config, model.decoder
     cache = cache_of(decoder.geometry, sizes, decoder.dtype, decoder.mesh)
     name = " ".join(filter(None, at.values()))
     jax.block_until_ready(cache)
-    for part in rows:
+    for part, (method, pattern) in parts.items():
         if time.monotonic() > end:
             return
-        method, pattern = parts[part]
         row: Row = {
             **at,
             "devices": math.prod(_ways(decoder)),
@@ -376,6 +379,8 @@ def _measure(
         try:
             program = programs[sizes.length, type(method)].result()
             timing, cache = program.time(method, model.params, cache)
+            if kernels:
+                row["kernels"], cache = program.kernels(method, model.params, cache)
         except Exception as error:  # any: the other rows are worth having
             message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             print(f"{name} {sizes.length:9,} {part:12} failed: {message}", flush=True)

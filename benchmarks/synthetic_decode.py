@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.kernel_times import kernel_times
 from benchmarks.kernel_workload import REUSE_ALWAYS, SCAN_ALWAYS
 from models import TransformerDecoder
 from models.sharding import parameter_spec
@@ -291,6 +292,23 @@ class Program:
             candidates = unique / reused if reused else None
         spread = (max(taken[1:]) - min(taken[1:])) / middle
         return Timing(middle, spread, candidates), state.cache
+
+    def kernels(
+        self, method: AttentionMethod, params: Params, cache: KVCache
+    ) -> tuple[dict[str, list[float]], KVCache]:
+        """Launches and microseconds of a step by kernel, the longest first; the cache as above."""
+        state = state_of(self.decoder, method, cache, self.sizes.start)
+        tokens = jnp.zeros(1, jnp.int32, device=placed(self.decoder.mesh, ROWS))
+        jax.block_until_ready((state, tokens))
+
+        def run() -> jax.Array:
+            nonlocal state, tokens
+            state, tokens = self.run(method, params, state, tokens)
+            return tokens
+
+        found = sorted(kernel_times(run).items(), key=lambda item: -item[1][1])
+        each = {name: [round(x / self.steps, 3) for x in both] for name, both in found}
+        return each, state.cache
 
 
 def compile_steps(

@@ -103,7 +103,7 @@ def test_a_tiny_run_is_whole_and_goes_on_where_it_stopped(tmp_path, monkeypatch,
         end_to_end.main([*run, "64", "--only", "full"])
     end_to_end.main([*run, "128", "64", "--only", "full"])
     assert capsys.readouterr().out.count(" full ") == 2, "a row was measured again"
-    end_to_end.main([*run, "128"])
+    end_to_end.main([*run, "128", "--kernels"])
     document = json.loads((tmp_path / "end_to_end.json").read_text())
     rows = {row["part"]: row for row in document["rows"] if row["length"] == 128}
     assert len(rows) == len(document["rows"]) - 1 == 7
@@ -115,6 +115,7 @@ def test_a_tiny_run_is_whole_and_goes_on_where_it_stopped(tmp_path, monkeypatch,
     for part in ("independent", "traced", "risk"):
         assert "attention_over_predicted" in rows[part]
         assert rows[part]["speedup_over_full"] > 0
+    assert rows["exact"]["kernels"] == {}, "there is no GPU"
     assert rows["full"]["recall_bytes"] == 0 < rows["risk"]["recall_bytes"]
     end_to_end.main([*run, "128"])
     assert "nothing left to measure" in capsys.readouterr().out

@@ -22,6 +22,31 @@ pytestmark = aot.MARKS
 LAYERS, SLOTS = 2, 131072
 
 
+def kernels_of_a_layer(part: str) -> int:
+    """Kernels that one more layer launches in a step."""
+    counts = []
+    for layers in (2, 3):
+        shape = replace(SHAPES["qwen2.5-7b"], num_layers=layers)
+        mesh = aot.mesh_for("sm_90", (1, 1, 1), AXES)
+        decoder = shard_decoder(TransformerDecoder(shape, jnp.dtype("bfloat16")), mesh)
+        method = parts_of(decoder.config, ReTopK(), 32, None)[part][0]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = compile_steps(
+                decoder, method, decoder.abstract_params, Sizes(8192, 128, layers), calls=3
+            )
+        text = program.run.as_text()
+        body = re.search(r" while\(.*?body=%([\w.\-]+)", text)
+        assert body is not None
+        (steps,) = re.findall(rf"\n%{re.escape(body[1])} .*?\n}}", text, re.DOTALL)
+        counts.append(len(re.findall(r" (?:fusion|custom-call|copy)\(", steps)))
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("part", "most"), [("none", 15), ("risk", 20)])
+def test_a_layer_launches_few_kernels(part: str, most: int) -> None:
+    assert 10 < kernels_of_a_layer(part) <= most
+
+
 @pytest.mark.parametrize("part", ["risk", "exact", "full"])
 @pytest.mark.parametrize("ways", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_steps_copy_no_cache_and_no_weights(ways: tuple[int, int, int], part: str) -> None:
