@@ -144,7 +144,7 @@ def score_candidates(
     start = length - window
 
     def put(slot: Array, token: Array, wanted: Array, inside: Array) -> None:
-        part = 256 if split.at_once else 64  # more lie in registers than a full GPU has
+        part = 256 if split.at_once else 128  # whole keys need more registers
         scores = score_keys(q_ref, keys_ref, row, group, token, wanted, part=part)
         store_at(ids_ref, token, row, slot, mask=inside)
         store_at(scores_ref, scores, row, slot, mask=inside)

@@ -1,4 +1,7 @@
-"""Exact attention as three Triton kernels: scan, filter, and selection with output."""
+"""Exact attention as two Triton kernels: scan and filter, and selection with output.
+
+With many heads the output is a third.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +10,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.exact_support.triton import (
     SELECT_WARPS,
     Scan,
-    run_filter,
-    run_scan,
+    list_keys,
     select_listed,
 )
 from pallas_kernels.select.triton import Destination
-from pallas_kernels.sparse_attend.triton import attend_support, splits
+from pallas_kernels.sparse_attend.triton import at_once, attend_rows, attend_support, splits
 from pallas_kernels.triton_lib import Ref, barrier, call
 
 
@@ -30,11 +32,12 @@ def exact_attention(
     groups, stored = keys.shape[1:3]
     rows = batch * heads
     scan = Scan.of(batch * groups, heads // groups, stored, dim, keys.dtype, budget)
-    pieces = splits(rows, dim)
+    pieces, attends = splits(rows, dim), at_once(rows)
+    flat_values = values.reshape(batch * groups, stored, dim)
     visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
     flat_keys = keys.reshape(batch * groups, stored, dim)
-    scores, highest = run_scan(q.reshape(rows, dim), flat_keys, visible, scan)
-    tokens, counts = run_filter(scores, highest, visible, scan, budget, finite=True)
+    signals = jnp.zeros((rows, 2), jnp.int32)
+    listed = list_keys(q.reshape(rows, dim), flat_keys, visible, signals, scan, budget)
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
@@ -60,10 +63,11 @@ def exact_attention(
         def _() -> None:
             to.pad(jnp.int32(0))
 
-        barrier()
-        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+        if attends:
+            barrier()
+            attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
 
-    out, support, *_ = call(
+    out, support, scores, _ = call(
         finish,
         name="exact_finish",
         grid=(rows, pieces),
@@ -74,5 +78,13 @@ def exact_attention(
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,
-    )(values.reshape(batch * groups, stored, dim), scores, tokens, counts, visible)
+    )(
+        flat_values,
+        listed.scores,
+        listed.tokens,
+        listed.counts,
+        visible,
+    )
+    if not attends:
+        out = attend_rows(flat_values, support, scores)
     return out.reshape(batch, heads, dim), support.reshape(batch, heads, budget)

@@ -1,8 +1,9 @@
-"""The ReTopK step as two Triton kernels, or as five where they take longer than their launches.
+"""The ReTopK step as two Triton kernels, or as five where there are many heads.
 
 1. The search finds the path of every head, scores the candidates of those that reuse, and scans
    for the others (`pallas_kernels.retopk_step.triton_search`).
-2. ``finish``: selection by the head's path, output, push and counters.
+2. ``finish``: selection by the head's path, push and counters, and the output, which is a kernel of
+   its own where there are many heads.
 
 Programs that are not needed end at once; the host decides nothing.
 """
@@ -17,7 +18,7 @@ from pallas_kernels.exact_support.triton import SELECT_WARPS, Scan, select_liste
 from pallas_kernels.retopk_step.triton_search import Inputs, search
 from pallas_kernels.retopk_step.types import Remembered, ReTopKStep
 from pallas_kernels.select.triton import Destination, load_slots, write_picked
-from pallas_kernels.sparse_attend.triton import attend_support, splits
+from pallas_kernels.sparse_attend.triton import at_once, attend_rows, attend_support, splits
 from pallas_kernels.triton_lib import (
     Ref,
     barrier,
@@ -74,7 +75,7 @@ def retopk_step(
         entries=entries,
         window=window,
     )
-    pieces = splits(rows, dim)
+    pieces, attends = splits(rows, dim), at_once(rows)
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
@@ -139,8 +140,9 @@ def retopk_step(
         def _() -> None:
             Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
 
-        barrier()
-        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+        if attends:
+            barrier()
+            attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
 
         @pl.when((reuse_length + scan_length > 0) & (split == 0))
         def _() -> None:
@@ -153,7 +155,7 @@ def retopk_step(
             signals_ref[row, 0] = 0
             signals_ref[row, 1] = 0
 
-    queries, supports, paths, total, signals, out, support, unique, *_ = call(
+    queries, supports, paths, total, signals, out, support, unique, scores, _ = call(
         finish,
         name="retopk_finish",
         grid=(rows, pieces),
@@ -189,6 +191,8 @@ def retopk_step(
         remembered.candidates.reshape(rows),
         found.signals,
     )
+    if not attends:
+        out = attend_rows(flat_values, support, scores)
     return ReTopKStep(
         out.reshape(batch, heads, dim),
         Remembered(

@@ -7,10 +7,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, round_up, store_at
 
+_PROGRAMS = 256
+"""Programs that select, and no more, which a GPU runs at once."""
+
 
 def splits(rows: int, dim: int) -> int:
     """Programs a head: enough to fill a GPU, each with at least 32 dimensions."""
-    return max(1, min(round_up(dim) // 32, 256 // rows))
+    return max(1, min(round_up(dim) // 32, _PROGRAMS // rows))
+
+
+def at_once(rows: int) -> bool:
+    """Whether the kernel that selects attends, too: not where its programs take turns."""
+    return rows <= _PROGRAMS
 
 
 def attend_support(
@@ -29,7 +37,7 @@ def attend_support(
     width = round_up(dim) // pieces
     group = row // (heads // values_ref.shape[0])
     d = split * width + lax.iota(jnp.int32, width)
-    block = min(round_up(budget), max(16, 32768 // width))
+    block = min(round_up(budget), max(16, 16384 // width))
     steps = -(-budget // block)
 
     def load(i: Array | int) -> tuple[Array, Array]:
@@ -86,8 +94,24 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
     """See `pallas_kernels.sparse_attend.sparse_attend`."""
     batch, heads, budget = support.shape
     groups, stored, dim = values.shape[1:]
+    out = attend_rows(
+        values.reshape(batch * groups, stored, dim),
+        support.reshape(batch * heads, budget),
+        scores.reshape(batch * heads, budget),
+    )
+    return out.reshape(batch, heads, dim)
+
+
+def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax.Array:
+    """Outputs ``[BH, D]`` of heads.
+
+    Args:
+        values: ``[BG, S, D]``.
+        support: int32 ``[BH, K]``.
+        scores: float32 ``[BH, K]``.
+    """
+    rows, dim = support.shape[0], values.shape[2]
     check(dim <= 256, "up to 256 dimensions")
-    rows = batch * heads
     pieces = splits(rows, dim)
 
     def kernel(
@@ -104,11 +128,7 @@ def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> j
         name="sparse_attend",
         grid=(rows, pieces),
         outputs=[jax.ShapeDtypeStruct((rows, dim), values.dtype)],
-        warps=8,
+        warps=4,
     )
-    (out,) = run(
-        values.reshape(batch * groups, stored, dim),
-        support.reshape(rows, budget),
-        scores.reshape(rows, budget),
-    )
-    return out.reshape(batch, heads, dim)
+    (out,) = run(values, support, scores)
+    return out
