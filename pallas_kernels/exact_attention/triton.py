@@ -1,6 +1,6 @@
-"""Exact attention as two Triton kernels: scan and filter, and selection with output.
+"""Exact attention as three Triton kernels: scan, filter, and selection with output.
 
-With many heads the output is a third.
+With many heads the output is a fourth.
 """
 
 import jax
@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.exact_support.triton import (
     SELECT_WARPS,
     Scan,
-    list_keys,
+    run_filter,
+    run_scan,
     select_listed,
 )
 from pallas_kernels.select.triton import Destination
@@ -36,8 +37,8 @@ def exact_attention(
     flat_values = values.reshape(batch * groups, stored, dim)
     visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
     flat_keys = keys.reshape(batch * groups, stored, dim)
-    signals = jnp.zeros((rows, 2), jnp.int32)
-    listed = list_keys(q.reshape(rows, dim), flat_keys, visible, signals, scan, budget)
+    scores, highest = run_scan(q.reshape(rows, dim), flat_keys, visible, scan)
+    tokens, counts = run_filter(scores, highest, visible, scan, budget, finite=True)
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
@@ -67,7 +68,7 @@ def exact_attention(
             barrier()
             attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
 
-    out, support, scores, _ = call(
+    out, support, kept, _ = call(
         finish,
         name="exact_finish",
         grid=(rows, pieces),
@@ -80,11 +81,11 @@ def exact_attention(
         warps=SELECT_WARPS,
     )(
         flat_values,
-        listed.scores,
-        listed.tokens,
-        listed.counts,
+        scores,
+        tokens,
+        counts,
         visible,
     )
     if not attends:
-        out = attend_rows(flat_values, support, scores)
+        out = attend_rows(flat_values, support, kept)
     return out.reshape(batch, heads, dim), support.reshape(batch, heads, budget)

@@ -1,14 +1,13 @@
-"""Exact support as two Triton kernels: nothing is sorted, and few scores are read twice.
+"""Exact support as three Triton kernels: nothing is sorted, and few scores are read twice.
 
 1. The scan multiplies tiles of keys with all the queries that share a key-value head. It writes
    the scores, and the largest score of every set of keys.
 2. The filter finds a score that the largest scores of at least K sets reach, by counting. At
    least K keys reach it, so it is a lower bound of the K-th score. Programs split the keys and
-   list those that reach it: some more than K. They are programs of the same kernel.
+   list those that reach it: some more than K.
 3. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,18 +23,14 @@ from pallas_kernels.triton_lib import (
     NOTHING,
     Array,
     Ref,
-    acquire,
-    await_signals,
     barrier,
     call,
     check,
     count_pair,
-    divide,
     finite_scores,
     load_at,
     order_key,
     round_up,
-    signal,
     store_at,
     threshold_of,
     threshold_within,
@@ -406,166 +401,33 @@ FILTER_WARPS = 4
 SELECT_WARPS = 8
 
 
-def scanning_programs(groups: int, each: int, split: Scan) -> int:
-    """Programs of `scan_and_filter` for all key-value heads."""
-    return groups * (split.programs + each * split.stretches)
-
-
-def scan_and_filter(
-    q_ref: Ref,  # [BH, D]
-    keys_ref: Ref,  # [BG, S, D]
-    scores_ref: Ref,  # [BH, S]
-    highest_ref: Ref,  # [BH, sets]
-    tokens_ref: Ref,  # [BH, P * stretch]
-    counts_ref: Ref,  # [BH, P]
-    signals_ref: Ref,  # [BH, 2]
-    place: Array,
-    lengths_of: Callable[[Array, Array], Array],
-    split: Scan,
-    budget: int,
-) -> None:
-    """Program number ``place`` of those that scan keys and list the ones that may be the best.
-
-    The programs that filter for a key-value head wait for those that scan for it. They come after
-    those that scan for the next one, so that there is always something to be read.
-
-    Args:
-        q_ref: queries.
-        keys_ref: keys.
-        scores_ref: to write.
-        highest_ref: to write.
-        tokens_ref: to write.
-        counts_ref: to write.
-        signals_ref: zeros before; at the first query of a key-value head, programs that scanned.
-        place: of the program.
-        lengths_of: takes queries and whether there is one, of `group_lanes`; gives the keys that
-            each sees.
-        split: how.
-        budget: K.
-    """
-    groups = keys_ref.shape[0]
-    each = q_ref.shape[0] // groups
-    filters = each * split.stretches
-    turn, rest = divide(jnp.maximum(place - split.programs, 0), split.programs + filters)
-    rest = jnp.where(turn == groups - 1, rest + split.programs, rest)
-    first = place < split.programs
-    filtering = ~first & (rest >= split.programs)
-    group = jnp.where(first, 0, jnp.where(filtering, turn, turn + 1))
-    part = jnp.where(first, place, jnp.where(filtering, rest - split.programs, rest))
-    covered = split.tile * split.tiles
-    lane = group_lanes(each)
-    lengths = lengths_of(group * each + lane, lane < each)
-    longest = jnp.max(lengths)
-
-    @pl.when(~filtering & (longest > part * covered))
-    def _() -> None:
-        scan_keys(q_ref, keys_ref, scores_ref, highest_ref, group, part, lengths, split)
-        signal(signals_ref, group * each, 1)
-
-    @pl.when(filtering & (longest > 0))
-    def _() -> None:
-        query, stretch = divide(part, split.stretches)
-        length = jnp.sum(jnp.where(lane == query, lengths, 0))
-
-        @pl.when(length > 0)
-        def _() -> None:
-            expected = divide(longest + (covered - 1), covered)[0]
-            scanned = await_signals(signals_ref, group * each, 1, least=expected)
-
-            @pl.when(scanned >= expected)  # always; without it nothing would be waited for
-            def _() -> None:
-                acquire(signals_ref, group * each, 1)
-                filter_keys(
-                    scores_ref,
-                    highest_ref,
-                    tokens_ref,
-                    counts_ref,
-                    group * each + query,
-                    stretch,
-                    length,
-                    split,
-                    budget,
-                    finite=True,
-                )
-
-
-class Listed(NamedTuple):
-    """What `list_keys` writes.
-
-    Attributes:
-        signals: int32 ``[BH, 2]``.
-        scores: float32 ``[BH, S]``.
-        highest: float32 ``[BH, sets]``.
-        tokens: int32 ``[BH, P * stretch]``.
-        counts: int32 ``[BH, P]``.
-    """
-
-    signals: jax.Array
-    scores: jax.Array
-    highest: jax.Array
-    tokens: jax.Array
-    counts: jax.Array
-
-
-def list_keys(
-    q: jax.Array,
-    keys: jax.Array,
-    lengths: jax.Array,
-    signals: jax.Array,
-    split: Scan,
-    budget: int,
-) -> Listed:
-    """Keys that may be among the K best of queries that each see a prefix of the keys.
-
-    Args:
-        q: ``[BH, D]``.
-        keys: ``[BG, S, D]``.
-        lengths: int32 ``[BH]``.
-        signals: int32 ``[BH, 2]``, zeros; used up.
-        split: how.
-        budget: K.
-    """
-    rows, (groups, stored, _) = q.shape[0], keys.shape
+def run_scan(
+    q: jax.Array, keys: jax.Array, lengths: jax.Array, split: Scan
+) -> tuple[jax.Array, jax.Array]:
+    """Scores ``[BH, S]`` and largest scores ``[BH, sets]``, as `scan_keys` writes them."""
+    groups = keys.shape[0]
 
     def kernel(
         q_ref: Ref,  # [BH, D]
         keys_ref: Ref,  # [BG, S, D]
         lengths_ref: Ref,  # [BH]
-        _: Ref,
-        signals_ref: Ref,  # [BH, 2] aliased
         scores_ref: Ref,  # [BH, S]
         highest_ref: Ref,  # [BH, sets]
-        tokens_ref: Ref,  # [BH, P * stretch]
-        counts_ref: Ref,  # [BH, P]
     ) -> None:
-        scan_and_filter(
-            q_ref,
-            keys_ref,
-            scores_ref,
-            highest_ref,
-            tokens_ref,
-            counts_ref,
-            signals_ref,
-            pl.program_id(0),
-            lambda rows, mask: load_at(lengths_ref, rows, mask=mask, other=0),
-            split,
-            budget,
-        )
+        group, program = pl.program_id(0), pl.program_id(1)
+        each = q_ref.shape[0] // groups
+        lane = group_lanes(each)
+        lengths = load_at(lengths_ref, group * each + lane, mask=lane < each, other=0)
+        scan_keys(q_ref, keys_ref, scores_ref, highest_ref, group, program, lengths, split)
 
-    outputs = call(
+    return call(
         kernel,
         name="exact_scan",
-        grid=(scanning_programs(groups, rows // groups, split),),
-        outputs=[
-            jax.ShapeDtypeStruct(signals.shape, jnp.int32),
-            *split.outputs(rows, stored),
-            *split.lists(rows),
-        ],
+        grid=(groups, split.programs),
+        outputs=split.outputs(q.shape[0], keys.shape[1]),
         warps=split.warps,
         stages=split.stages,
-        aliases={3: 0},
-    )(q, keys, lengths, signals)
-    return Listed(*outputs)
+    )(q, keys, lengths)
 
 
 def run_filter(
@@ -677,11 +539,9 @@ def exact_rows(
     rows, dim = q.shape
     groups, stored, _ = keys.shape
     split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
-    signals = jnp.zeros((rows, 2), jnp.int32)
-    listed = list_keys(q, keys, lengths, signals, split, budget)
-    return run_select(
-        listed.scores, listed.tokens, listed.counts, lengths, split, budget, finite=True
-    )
+    scores, highest = run_scan(q, keys, lengths, split)
+    tokens, counts = run_filter(scores, highest, lengths, split, budget, finite=True)
+    return run_select(scores, tokens, counts, lengths, split, budget, finite=True)
 
 
 def exact_support(

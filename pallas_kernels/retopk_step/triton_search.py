@@ -15,19 +15,21 @@ from jax.experimental import pallas as pl
 from pallas_kernels.candidates.triton import WARPS, Split, score_candidates
 from pallas_kernels.exact_support.triton import (
     Scan,
-    list_keys,
-    scan_and_filter,
-    scanning_programs,
+    filter_keys,
+    group_lanes,
+    run_filter,
+    run_scan,
+    scan_keys,
 )
 from pallas_kernels.recall.triton import RingMatch, match_ring, ring_warps
 from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
 from pallas_kernels.triton_lib import (
     Array,
     Ref,
+    acquire,
     await_signals,
     call,
     divide,
-    load_at,
     round_up,
     signal,
     store_at,
@@ -179,7 +181,10 @@ def _search_at_once(
     rows, dim = inputs.q.shape
     groups, stored, _ = inputs.keys.shape
     heads, budget = rows // inputs.pushed.shape[0], inputs.supports.shape[2]
+    each = rows // groups
+    covered = scan.tile * scan.tiles
     first_scan = rows * split.total
+    first_filter = first_scan + groups * scan.programs
 
     def kernel(*refs: Ref) -> None:
         given, found = Inputs(*refs[:9]), Found(*refs[10:])
@@ -214,32 +219,57 @@ def _search_at_once(
                     window=window,
                 )
 
-        @pl.when(program >= first_scan)
+        @pl.when((program >= first_scan) & (program < first_filter))
         def _() -> None:
-            def lengths_of(heads_of_group: Array, mask: Array) -> Array:
-                known = await_signals(found.signals, heads_of_group, 0, least=1, mask=mask)
-                b = divide(jnp.where(mask, heads_of_group, 0), heads)[0]
-                length = load_at(given.lengths, b, mask=mask, other=0)
-                return jnp.where(mask & (known > 1), length, 0)
+            group, part = divide(program - first_scan, scan.programs)
+            length = given.lengths[divide(group * each, heads)[0]]
 
-            scan_and_filter(
-                given.q,
-                given.keys,
-                found.scores,
-                found.highest,
-                found.tokens,
-                found.counts,
-                found.signals,
-                program - first_scan,
-                lengths_of,
-                scan,
-                budget,
-            )
+            @pl.when(part * covered < length)
+            def _() -> None:
+                lane = group_lanes(each)
+                mine = lane < each
+                known = await_signals(found.signals, group * each + lane, 0, least=1, mask=mine)
+                lengths = jnp.where(mine & (known > 1), length, 0)
+                scan_keys(
+                    given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
+                )
+
+                @pl.when(jnp.max(lengths) > 0)
+                def _() -> None:
+                    signal(found.signals, group * each, 1)
+
+        @pl.when(program >= first_filter)
+        def _() -> None:
+            row, part = divide(program - first_filter, scan.stretches)
+            length = given.lengths[divide(row, heads)[0]]
+            known = await_signals(found.signals, row, 0, least=1)
+
+            @pl.when(known > 1)
+            def _() -> None:
+                first = divide(row, each)[0] * each
+                expected = divide(length + (covered - 1), covered)[0]
+                scanned = await_signals(found.signals, first, 1, least=expected)
+
+                @pl.when(scanned >= expected)  # always; without it nothing would be waited for
+                def _() -> None:
+                    acquire(found.signals, first, 1)
+                    filter_keys(
+                        found.scores,
+                        found.highest,
+                        found.tokens,
+                        found.counts,
+                        row,
+                        part,
+                        length,
+                        scan,
+                        budget,
+                        finite=True,
+                    )
 
     outputs = call(
         kernel,
         name="retopk_search",
-        grid=(first_scan + scanning_programs(groups, rows // groups, scan),),
+        grid=(first_filter + rows * scan.stretches,),
         outputs=[
             jax.ShapeDtypeStruct(signals.shape, jnp.int32),
             *_path_outputs(inputs),
@@ -312,9 +342,10 @@ def _search_in_turn(
         outputs=_candidate_outputs(rows, entries * budget + window),
         warps=WARPS,
     )(inputs.q, inputs.keys, inputs.supports, slots, reuse_length)
-    listed = list_keys(inputs.q, inputs.keys, scan_length, signals, scan, budget)
+    scores, highest = run_scan(inputs.q, inputs.keys, scan_length, scan)
+    tokens, counts = run_filter(scores, highest, scan_length, scan, budget, finite=True)
     return Found(
-        listed.signals,
+        signals,
         qbar,
         rho_max,
         path,
@@ -323,5 +354,8 @@ def _search_in_turn(
         pushed,
         ids,
         candidate_scores,
-        *listed[1:],
+        scores,
+        highest,
+        tokens,
+        counts,
     )
