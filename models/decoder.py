@@ -107,17 +107,19 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[B, T, E]`` to ``[B, T, E]``, at most `MLP_CHUNK_TOKENS` tokens at a time."""
-        rows, length, width = x.shape
+        rows, length, _ = x.shape
         chunk = max(1, MLP_CHUNK_TOKENS // rows)
         if length <= chunk:
             return self._apply(x)
-        count = length // chunk
-        whole = x[:, : count * chunk].reshape(rows, count, chunk, width).swapaxes(0, 1)
-        done = jax.lax.map(self._apply, whole)  # [count, B, chunk, E]
-        done = done.swapaxes(0, 1).reshape(rows, count * chunk, width)
-        if length == count * chunk:
-            return done
-        return jnp.concatenate([done, self._apply(x[:, count * chunk :])], axis=1)
+
+        def apply_to(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, self._apply(part), start, axis=1)
+
+        # In place: the output of `lax.map` begins as zeros, which XLA makes for all layers at once.
+        count, rest = divmod(length, chunk)
+        x = jax.lax.fori_loop(0, count, lambda i, x: apply_to(x, i * chunk, chunk), x)
+        return apply_to(x, count * chunk, rest) if rest else x
 
     def _apply(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
