@@ -20,7 +20,7 @@ from retopk_jax.attention import (
     TokenSelect,
 )
 from retopk_jax.context_store import load_context, save_context
-from retopk_jax.decode import Session, decode_step, start_session
+from retopk_jax.decode import Session, decode_step, remember, start_session
 from retopk_jax.errors import (
     CapacityError,
     ConfigError,
@@ -58,6 +58,7 @@ __all__ = [
     "load_context",
     "make_mesh",
     "prefill",
+    "remember",
     "save_context",
     "start_session",
 ]

@@ -25,9 +25,10 @@ from retopk_jax import (
     generate,
     load_context,
     prefill,
+    remember,
     save_context,
 )
-from retopk_jax.decode import prime, remember
+from retopk_jax.decode import prime
 from retopk_jax.language_model import Geometry
 from tests.retopk_jax.toy import ToyModel, toy_model
 
