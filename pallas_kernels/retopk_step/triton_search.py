@@ -316,7 +316,7 @@ def _search_in_turn(
         ids_ref: Ref,  # [BH, N]
         candidate_scores_ref: Ref,  # [BH, N]
     ) -> None:
-        row = pl.program_id(0)
+        row, part = pl.program_id(0), pl.program_id(1)
         length = reuse_length_ref[row]
 
         @pl.when(length > 0)
@@ -328,7 +328,7 @@ def _search_in_turn(
                 ids_ref,
                 candidate_scores_ref,
                 row,
-                pl.program_id(1),
+                part,
                 [slots_ref[row, r] for r in range(entries)],
                 length,
                 split=split,
