@@ -28,6 +28,7 @@ from benchmarks.kernel_workload import (
     forced_paths,
     mean_candidates,
     mixture_floor,
+    neighbours_alike,
     time_attend,
     time_method,
     time_retopk,
@@ -165,6 +166,10 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
     ) -> Callable[[], Measured]:
         return lambda: (time_method(attend, layers) - empty, floor, {})
 
+    def alike() -> Measured:
+        smooth = [neighbours_alike(layer) for layer in layers]
+        return time_method(exact_attend(None), smooth) - empty, exact_floor, {}
+
     def cudnn() -> Measured:
         turned = [
             Layer(jnp.swapaxes(x.keys, 1, 2), jnp.swapaxes(x.values, 1, 2), x.queries, x.lengths)
@@ -184,6 +189,7 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
     table.add("retopk", "reuse", case, reuse)
     table.add("retopk", "mixture", case, mixture)
     table.add("exact", "ours", case, stateless(exact_attend(None), exact_floor))
+    table.add("exact", "ours, neighbours alike", case, alike)
     table.add("full", "triton", case, stateless(full_attend("triton"), 2 * scan))
     table.add("full", "cudnn", case, cudnn)
     table.add("full", "torch", case, sdpa)

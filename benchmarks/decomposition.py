@@ -30,11 +30,12 @@ from pallas_kernels.retopk_step import Remembered
 from retopk_jax.attention.checks import check_integer
 
 PARTS = {
-    "retopk_search": "recall, candidate scoring, scan and filter",
+    "retopk_search": "recall, candidate scoring, scan, bound and filter",
     "retopk_recall": "recall",
     "retopk_candidates": "candidate scoring",
     "retopk_finish": "selection, output and push",
     "exact_scan": "scan",
+    "exact_bound": "bound",
     "exact_filter": "filter",
     "exact_finish": "selection and output",
     "full_attention": "attention",

@@ -1,7 +1,7 @@
 """Random caches and queries on which the attention kernels are timed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,10 +91,14 @@ def build(length: int, batch: int) -> tuple[list[Layer], list[Remembered]]:
         queries = queries.astype(jnp.bfloat16)
         layers.append(Layer(keys, normal(v, keys.shape), jnp.asarray(queries[CAPACITY:]), lengths))
         ring_queries, supports = ring(jnp.moveaxis(queries[:CAPACITY], 0, 2), keys)
-        rings.append(
-            Remembered.of(ring_queries, supports, jnp.full((batch,), CAPACITY, jnp.int32))
-        )
+        rings.append(Remembered.of(ring_queries, supports, jnp.full((batch,), CAPACITY, jnp.int32)))
     return layers, rings
+
+
+def neighbours_alike(layer: Layer) -> Layer:
+    """The layer with keys of which runs of 64 have most in common, as those of a text do."""
+    runs = jnp.repeat(layer.keys[:, :, ::64], 64, axis=2)[:, :, : layer.keys.shape[2]]
+    return replace(layer, keys=(runs + 0.3 * layer.keys).astype(layer.keys.dtype))
 
 
 def loop_size(layers: int) -> dict[str, int]:
@@ -251,9 +255,7 @@ def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Rememb
             ring = jax.tree.map(jnp.copy, ring)
             cache = RecallCache(ring.queries, ring.supports, ring.pushed)
             scanned = jnp.zeros((batch, GROUPS), jnp.int32)
-            return ReTopKState(
-                cache, ring.paths, ring.candidates, ring.signals, scanned, None
-            )
+            return ReTopKState(cache, ring.paths, ring.candidates, ring.signals, scanned, None)
         tail = jnp.moveaxis(layer.queries[:1], 0, 1)
         return jax.jit(method.prime, static_argnums=0)(
             0, layer.keys, layer.values, tail, layer.lengths

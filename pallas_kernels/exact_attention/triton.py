@@ -1,6 +1,6 @@
-"""Exact attention as three Triton kernels: scan, filter, and selection with output.
+"""Exact attention as four Triton kernels: scan, bound, filter, and selection with output.
 
-With many heads the output is a fourth.
+With many heads the output is a fifth.
 """
 
 import jax
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.exact_support.triton import (
     SELECT_WARPS,
     Scan,
+    run_bound,
     run_filter,
     run_scan,
     select_listed,
@@ -38,7 +39,8 @@ def exact_attention(
     visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
     flat_keys = keys.reshape(batch * groups, stored, dim)
     scores, highest = run_scan(q.reshape(rows, dim), flat_keys, visible, scan)
-    tokens, counts = run_filter(scores, highest, visible, scan, budget, finite=True)
+    bounds = run_bound(highest, visible, scan, budget, finite=True)
+    tokens, counts = run_filter(scores, bounds, visible, scan)
 
     def finish(
         values_ref: Ref,  # [BG, S, D]

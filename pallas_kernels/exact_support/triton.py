@@ -1,11 +1,11 @@
-"""Exact support as three Triton kernels: nothing is sorted, and few scores are read twice.
+"""Exact support as four Triton kernels: nothing is sorted, and few scores are read twice.
 
 1. The scan multiplies tiles of keys with all the queries that share a key-value head. It writes
-   the scores, and the largest score of every set of keys.
-2. The filter finds a score that the largest scores of at least K sets reach, by counting. At
-   least K keys reach it, so it is a lower bound of the K-th score. Programs split the keys and
-   list those that reach it: some more than K.
-3. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
+   the scores, and the largest of keys that lie far from each other: neighbours often score alike.
+2. Keys are in sets. The bound is a score that the largest scores of at least K sets reach, found by
+   counting. At least K keys reach it, so it is a lower bound of the K-th score.
+3. The filter lists the keys that reach the bound: some more than K.
+4. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
 """
 
 from typing import NamedTuple
@@ -42,11 +42,13 @@ _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
+_BOUNDED = 8192
+"""Largest scores that a program of the bound reads at a time."""
 
 
-def _sets(budget: int) -> int:
-    """Sets of keys whose largest scores make a tight bound."""
-    return max(1024, 2 * round_up(budget))
+def sets_of(budget: int) -> int:
+    """Sets of keys whose largest scores make a tight bound of the K-th score."""
+    return min(2**14, max(1024, 4 * round_up(budget)))
 
 
 def _stretch(rows: int, stored: int) -> int:
@@ -55,28 +57,26 @@ def _stretch(rows: int, stored: int) -> int:
 
 
 class Scan(NamedTuple):
-    """How a scan and its filter are split over programs.
+    """How a scan, its bound and its filter are split over programs.
 
     Attributes:
-        block: neighbouring keys of a set.
-        merged: tiles whose blocks at the same place make one set.
         tile: keys that a program multiplies at a time.
-        tiles: tiles of a program.
+        tiles: tiles of a program, each as far from the next as all programs reach.
         programs: programs of a key-value head.
         warps: of a program.
         stages: of the pipeline that loads tiles.
+        sets: of keys, for the bound.
         stretch: keys that a program of the filter reads.
         stretches: programs of the filter for a query.
         kept: listed keys that the selection holds.
     """
 
-    block: int
-    merged: int
     tile: int
     tiles: int
     programs: int
     warps: int
     stages: int
+    sets: int
     stretch: int
     stretches: int
     kept: int
@@ -97,70 +97,49 @@ class Scan(NamedTuple):
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
-        wide = max(8, round_up(-(-stored // _sets(budget))))
-        block = min(32, wide)  # in the scan: held by one warp
-        held = 16384 // (round_up(dim) * dtype.itemsize)
-        tile = max(block, min(64, max(16, held)))
+        tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
         tiles = max(1, min(16, groups * stored // (tile * 1024)))
-        stretch = _stretch(groups * each, stored)
-        split = cls(
-            block=block,
-            merged=min(tiles, wide // block),
-            tile=tile,
-            tiles=tiles,
-            programs=-(-stored // (tile * tiles)),
-            warps=4 if each <= 16 else 8,
-            stages=3,
-            stretch=stretch,
-            stretches=-(-stored // stretch),
-            kept=max(_SURVIVORS, 2 * round_up(budget)),
-        )
-        check(split.sets < 2**15, "up to 16,777,216 stored tokens")
-        check(split.kept < 2**15, "up to 8,192 tokens kept")
-        return split
+        programs = -(-stored // (tile * tiles))
+        split = cls.of_scores(groups * each, stored, budget, tile, programs)
+        return split._replace(tiles=tiles, warps=4 if each <= 16 else 8, stages=3)
 
     @classmethod
-    def of_scores(cls, rows: int, stored: int, budget: int) -> "Scan":
-        """The filter's part, for ``rows`` of ``stored`` scores that are there already."""
+    def of_scores(cls, rows: int, stored: int, budget: int, tile: int, programs: int) -> "Scan":
+        """What follows a scan, for ``rows`` of ``stored`` scores.
+
+        Args:
+            rows: queries.
+            stored: S.
+            budget: K.
+            tile: largest scores of a program.
+            programs: of a query.
+        """
+        check(stored <= 2**24, "up to 16,777,216 stored tokens")
         stretch = _stretch(rows, stored)
-        block = max(8, round_up(-(-stored // _sets(budget))))
         kept = max(_SURVIVORS, 2 * round_up(budget))
         check(kept < 2**15, "up to 8,192 tokens kept")
         return cls(
-            block=block,
-            merged=1,
-            tile=block,
+            tile=tile,
             tiles=1,
-            programs=-(-stored // block),
+            programs=programs,
             warps=0,
             stages=0,
+            sets=min(sets_of(budget), round_up(programs * tile)),
             stretch=stretch,
             stretches=-(-stored // stretch),
             kept=kept,
         )
 
     @property
-    def columns(self) -> int:
-        """Blocks of a tile."""
-        return self.tile // self.block
-
-    @property
-    def sets(self) -> int:
-        """Sets of keys: those of every program follow each other."""
-        return self.programs * -(-self.tiles // self.merged) * self.columns
-
-    def first_key(self, index: Array) -> Array:
-        """The first key of the tiles in which a set lies."""
-        turn = index // self.columns
-        turns = -(-self.tiles // self.merged)
-        tile = turn // turns * self.tiles + turn % turns * self.merged
-        return tile * self.tile
+    def reach(self) -> int:
+        """Keys from a tile of a program to its next; as many largest scores has a query."""
+        return self.programs * self.tile
 
     def outputs(self, rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
-        """What `scan_keys` writes: scores, and the largest of every set."""
+        """What `scan_keys` writes: scores, and the largest of keys `reach` apart."""
         return [
             jax.ShapeDtypeStruct((rows, stored), jnp.float32),
-            jax.ShapeDtypeStruct((rows, self.sets), jnp.float32),
+            jax.ShapeDtypeStruct((rows, self.reach), jnp.float32),
         ]
 
     def lists(self, rows: int) -> list[jax.ShapeDtypeStruct]:
@@ -180,7 +159,7 @@ def scan_keys(
     q_ref: Ref,  # [BH, D]
     keys_ref: Ref,  # [BG, S, D]
     scores_ref: Ref,  # [BH, S]
-    highest_ref: Ref,  # [BH, sets]
+    highest_ref: Ref,  # [BH, reach]
     group: Array,
     program: Array,
     lengths: Array,
@@ -199,15 +178,15 @@ def scan_keys(
         split: how.
     """
     dim = q_ref.shape[1]
-    tile, tiles = split.tile, split.tiles
+    tile = split.tile
     groups, stored, _ = keys_ref.shape
-    block, columns = split.block, split.columns
     each = q_ref.shape[0] // groups
     lane = group_lanes(each)
     rows = group * each + lane
     d = lax.iota(jnp.int32, round_up(dim))
     longest = jnp.max(lengths)
-    start = program * (tile * tiles)
+    start = program * tile
+    k = lax.iota(jnp.int32, tile)
 
     @pl.when(longest > start)
     def _() -> None:
@@ -222,12 +201,9 @@ def scan_keys(
         q = q.astype(dtype)
         precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None  # no TF32
 
-        steps = jnp.minimum(tiles, (longest - start + (tile - 1)) // tile)
-
         def body(i: Array, highest: Array) -> Array:
-            turn, place = i // split.merged, lax.rem(i, jnp.int32(split.merged))
-            first = start + i * tile
-            token = first + lax.iota(jnp.int32, tile)
+            first = start + i * split.reach
+            token = first + k
             mask = None
             if stored % tile or round_up(dim) != dim:
                 mask = (token < stored)[:, None] & (d < dim)[None, :]
@@ -249,35 +225,55 @@ def scan_keys(
                 token[None, :],
                 mask=wanted & (token < stored)[None, :] if stored % tile else wanted,
             )
-            here = jnp.max(scores.reshape(lane.shape[0], columns, block), axis=2)
-            highest = jnp.where(place == 0, here, jnp.maximum(highest, here))
-            at = program * (split.sets // split.programs) + turn * columns
-            store_at(
-                highest_ref,
-                highest,
-                rows[:, None],
-                (at + lax.iota(jnp.int32, columns))[None, :],
-                mask=(lengths > start + turn * (split.merged * tile))[:, None]
-                & ((place == split.merged - 1) | (i == steps - 1)),
-            )
-            return highest
+            return jnp.maximum(highest, scores)
 
-        none = jnp.full((lane.shape[0], columns), -float("inf"), jnp.float32)
-        lax.fori_loop(0, steps, body, none)
+        none = jnp.full((lane.shape[0], tile), -float("inf"), jnp.float32)
+        steps = (longest - start + (split.reach - 1)) // split.reach
+        highest = lax.fori_loop(0, steps, body, none)
+        wanted = (lengths > start)[:, None]
+        store_at(highest_ref, highest, rows[:, None], (start + k)[None, :], mask=wanted)
 
 
-def filter_keys(
-    all_scores_ref: Ref,  # [BH, S]
-    highest_ref: Ref,  # [BH, sets]
-    tokens_ref: Ref,  # [BH, P * stretch]
-    counts_ref: Ref,  # [BH, P]
+def find_bound(
+    highest_ref: Ref,  # [BH, reach]
     row: Array,
-    program: Array,
     length: Array,
     split: Scan,
     budget: int,
     *,
     finite: bool,
+) -> Array:
+    """Key (see `order_key`) that at least K and not many more keys of one query reach, a scalar.
+
+    Above `NOTHING` if fewer than K keys have a score.
+    """
+    turns = -(-split.reach // split.sets)
+    together = min(round_up(turns), max(1, _BOUNDED // split.sets))
+    part, place = lax.iota(jnp.int32, together), lax.iota(jnp.int32, split.sets)
+
+    def add(i: Array, highest: Array) -> Array:
+        at = ((i * together + part) * split.sets)[:, None] + place[None, :]
+        known = (at < split.reach) & (at - at % split.tile < length)
+        read = load_at(highest_ref, row, at, mask=known, other=-float("inf"))
+        return jnp.maximum(highest, jnp.max(read, axis=0))
+
+    none = jnp.full(place.shape, -float("inf"), jnp.float32)
+    highest = lax.fori_loop(0, -(-turns // together), add, none)
+    bound, reached = threshold_of(
+        [order_key(highest)], budget, spare=max(1, budget // 4), finite=finite
+    )
+    return jnp.where(reached < budget, NOTHING + 1, bound)
+
+
+def filter_keys(
+    all_scores_ref: Ref,  # [BH, S]
+    tokens_ref: Ref,  # [BH, P * stretch]
+    counts_ref: Ref,  # [BH, P]
+    row: Array,
+    program: Array,
+    length: Array,
+    bound: Array,
+    split: Scan,
 ) -> None:
     """Lists the keys of one stretch that may be among the K best of one query."""
     start = program * split.stretch
@@ -289,31 +285,16 @@ def filter_keys(
 
     @pl.when(start < length)
     def _() -> None:
-        def load(i: Array | int) -> Listing:
+        def keep(i: Array, kept: Array) -> Array:
             token = start + i * size + lax.iota(jnp.int32, size)
             score = load_at(all_scores_ref, row, token, mask=token < length, other=-float("inf"))
-            return Listing(token, score)
-
-        first = load(0)  # before the bound is known: the search hides the wait
-        lane = lax.iota(jnp.int32, round_up(split.sets))
-        known = (lane < split.sets) & (split.first_key(lane) < length)
-        highest = load_at(highest_ref, row, lane, mask=known, other=-float("inf"))
-        bound, reached = threshold_of(
-            [order_key(highest)], budget, spare=max(1, budget // 4), finite=finite
-        )
-        bound = jnp.where(reached < budget, NOTHING + 1, bound)
-
-        def keep(part: Listing, kept: Array) -> Array:
-            reach = order_key(part.scores) >= bound
+            reach = order_key(score) >= bound
             ones = jnp.where(reach, 1, 0)
             place = start + kept + jnp.cumsum(ones) - 1
-            store_at(tokens_ref, part.tokens, row, place, mask=reach)
+            store_at(tokens_ref, token, row, place, mask=reach)
             return kept + jnp.sum(ones)
 
-        kept = keep(first, jnp.int32(0))
-        if split.stretch > size:
-            kept = lax.fori_loop(1, split.stretch // size, lambda i, n: keep(load(i), n), kept)
-        counts_ref[row, program] = kept
+        counts_ref[row, program] = lax.fori_loop(0, split.stretch // size, keep, jnp.int32(0))
 
 
 def select_listed(
@@ -397,6 +378,7 @@ def select_listed(
         to.pad(written)
 
 
+BOUND_WARPS = 8
 FILTER_WARPS = 4
 SELECT_WARPS = 8
 
@@ -404,7 +386,7 @@ SELECT_WARPS = 8
 def run_scan(
     q: jax.Array, keys: jax.Array, lengths: jax.Array, split: Scan
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores ``[BH, S]`` and largest scores ``[BH, sets]``, as `scan_keys` writes them."""
+    """Scores ``[BH, S]`` and largest scores ``[BH, reach]``, as `scan_keys` writes them."""
     groups = keys.shape[0]
 
     def kernel(
@@ -412,7 +394,7 @@ def run_scan(
         keys_ref: Ref,  # [BG, S, D]
         lengths_ref: Ref,  # [BH]
         scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, sets]
+        highest_ref: Ref,  # [BH, reach]
     ) -> None:
         group, program = pl.program_id(0), pl.program_id(1)
         each = q_ref.shape[0] // groups
@@ -430,39 +412,50 @@ def run_scan(
     )(q, keys, lengths)
 
 
+def run_bound(
+    highest: jax.Array, lengths: jax.Array, split: Scan, budget: int, *, finite: bool
+) -> jax.Array:
+    """Bounds int32 ``[BH]`` as `find_bound` gives them; undefined for length 0."""
+    rows = lengths.shape[0]
+
+    def kernel(
+        highest_ref: Ref,  # [BH, reach]
+        lengths_ref: Ref,  # [BH]
+        bounds_ref: Ref,  # [BH]
+    ) -> None:
+        row = pl.program_id(0)
+        length = lengths_ref[row]
+
+        @pl.when(length > 0)
+        def _() -> None:
+            bounds_ref[row] = find_bound(highest_ref, row, length, split, budget, finite=finite)
+
+    (bounds,) = call(
+        kernel,
+        name="exact_bound",
+        grid=(rows,),
+        outputs=[jax.ShapeDtypeStruct((rows,), jnp.int32)],
+        warps=BOUND_WARPS,
+    )(highest, lengths)
+    return bounds
+
+
 def run_filter(
-    scores: jax.Array,
-    highest: jax.Array,
-    lengths: jax.Array,
-    split: Scan,
-    budget: int,
-    *,
-    finite: bool,
+    scores: jax.Array, bounds: jax.Array, lengths: jax.Array, split: Scan
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens ``[BH, P * stretch]`` and their numbers ``[BH, P]``, as `filter_keys` writes them."""
     rows = lengths.shape[0]
 
     def kernel(
         all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, sets]
+        bounds_ref: Ref,  # [BH]
         lengths_ref: Ref,  # [BH]
         tokens_ref: Ref,  # [BH, P * stretch]
         counts_ref: Ref,  # [BH, P]
     ) -> None:
         row, program = pl.program_id(0), pl.program_id(1)
-        length = lengths_ref[row]
-        filter_keys(
-            all_scores_ref,
-            highest_ref,
-            tokens_ref,
-            counts_ref,
-            row,
-            program,
-            length,
-            split,
-            budget,
-            finite=finite,
-        )
+        length, bound = lengths_ref[row], bounds_ref[row]
+        filter_keys(all_scores_ref, tokens_ref, counts_ref, row, program, length, bound, split)
 
     return call(
         kernel,
@@ -470,7 +463,7 @@ def run_filter(
         grid=(rows, split.stretches),
         outputs=split.lists(rows),
         warps=FILTER_WARPS,
-    )(scores, highest, lengths)
+    )(scores, bounds, lengths)
 
 
 def run_select(
@@ -540,7 +533,8 @@ def exact_rows(
     groups, stored, _ = keys.shape
     split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
     scores, highest = run_scan(q, keys, lengths, split)
-    tokens, counts = run_filter(scores, highest, lengths, split, budget, finite=True)
+    bounds = run_bound(highest, lengths, split, budget, finite=True)
+    tokens, counts = run_filter(scores, bounds, lengths, split)
     return run_select(scores, tokens, counts, lengths, split, budget, finite=True)
 
 

@@ -1,8 +1,8 @@
 """What a ReTopK step finds before it selects, as Triton kernels: paths, candidates, lists of keys.
 
 Where a GPU runs all programs that score candidates at once, one kernel does it all: programs that
-scan keys follow those that find the path of a head, and programs that filter follow those that
-scan; each waits for what it needs of them. Otherwise every part is a kernel of its own.
+find the path of a head come first, then those that scan keys, that find bounds, and that filter;
+each waits for what it needs of the others. Otherwise every part is a kernel of its own.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from pallas_kernels.candidates.triton import WARPS, Split, score_candidates
 from pallas_kernels.exact_support.triton import (
     Scan,
     filter_keys,
+    find_bound,
     group_lanes,
+    run_bound,
     run_filter,
     run_scan,
     scan_keys,
@@ -34,6 +36,9 @@ from pallas_kernels.triton_lib import (
     signal,
     store_at,
 )
+
+_SCANS, _BOUNDED, _REUSES = 2, 3, 4
+"""What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
 
 
 class Inputs(NamedTuple):
@@ -66,7 +71,7 @@ class Found(NamedTuple):
     """What a search writes.
 
     Attributes:
-        signals: int32 ``[BH, 2]``, zeros before: 1 for a head that reuses and 2 for one that scans;
+        signals: int32 ``[BH, 2]``, zeros before: what is known of a head, `_SCANS` or what follows;
             and, at the first head of a group, the programs that have scanned.
         qbar: ``[BH, D]``.
         rho_max: float32 ``[BH]``.
@@ -77,7 +82,8 @@ class Found(NamedTuple):
         ids: int32 ``[BH, N]``, candidates of heads that reuse.
         candidate_scores: float32 ``[BH, N]``.
         scores: float32 ``[BH, S]``, of heads that scan.
-        highest: float32 ``[BH, sets]``.
+        highest: float32 ``[BH, reach]``.
+        bounds: int32 ``[BH]``.
         tokens: int32 ``[BH, P * stretch]``, keys that may be among the K best.
         counts: int32 ``[BH, P]``.
     """
@@ -93,6 +99,7 @@ class Found(NamedTuple):
     candidate_scores: jax.Array
     scores: jax.Array
     highest: jax.Array
+    bounds: jax.Array
     tokens: jax.Array
     counts: jax.Array
 
@@ -182,9 +189,9 @@ def _search_at_once(
     groups, stored, _ = inputs.keys.shape
     heads, budget = rows // inputs.pushed.shape[0], inputs.supports.shape[2]
     each = rows // groups
-    covered = scan.tile * scan.tiles
     first_scan = rows * split.total
-    first_filter = first_scan + groups * scan.programs
+    first_bound = first_scan + groups * scan.programs
+    first_filter = first_bound + rows
 
     def kernel(*refs: Ref) -> None:
         given, found = Inputs(*refs[:9]), Found(*refs[10:])
@@ -200,7 +207,7 @@ def _search_at_once(
             @pl.when(part == last)
             def _() -> None:
                 scans = ((mine.path != REUSE) & mine.running).astype(jnp.int32)
-                signal(found.signals, row, 0, amount=1 + scans)
+                signal(found.signals, row, 0, amount=_REUSES + scans * (_SCANS - _REUSES))
                 _store_path(mine, row, b, dim, *found[1:7])
 
             @pl.when((mine.path == REUSE) & mine.running)
@@ -219,17 +226,19 @@ def _search_at_once(
                     window=window,
                 )
 
-        @pl.when((program >= first_scan) & (program < first_filter))
+        @pl.when((program >= first_scan) & (program < first_bound))
         def _() -> None:
             group, part = divide(program - first_scan, scan.programs)
             length = given.lengths[divide(group * each, heads)[0]]
 
-            @pl.when(part * covered < length)
+            @pl.when(part * scan.tile < length)
             def _() -> None:
                 lane = group_lanes(each)
                 mine = lane < each
-                known = await_signals(found.signals, group * each + lane, 0, least=1, mask=mine)
-                lengths = jnp.where(mine & (known > 1), length, 0)
+                known = await_signals(
+                    found.signals, group * each + lane, 0, least=_SCANS, mask=mine
+                )
+                lengths = jnp.where(mine & (known < _REUSES), length, 0)
                 scan_keys(
                     given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
                 )
@@ -238,33 +247,37 @@ def _search_at_once(
                 def _() -> None:
                     signal(found.signals, group * each, 1)
 
-        @pl.when(program >= first_filter)
+        @pl.when((program >= first_bound) & (program < first_filter))
         def _() -> None:
-            row, part = divide(program - first_filter, scan.stretches)
+            row = program - first_bound
             length = given.lengths[divide(row, heads)[0]]
-            known = await_signals(found.signals, row, 0, least=1)
 
-            @pl.when(known > 1)
+            @pl.when(await_signals(found.signals, row, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                expected = divide(length + (covered - 1), covered)[0]
+                used = divide(length + (scan.tile - 1), scan.tile)[0]
+                expected = jnp.minimum(used, scan.programs)
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
                 @pl.when(scanned >= expected)  # always; without it nothing would be waited for
                 def _() -> None:
                     acquire(found.signals, first, 1)
-                    filter_keys(
-                        found.scores,
-                        found.highest,
-                        found.tokens,
-                        found.counts,
-                        row,
-                        part,
-                        length,
-                        scan,
-                        budget,
-                        finite=True,
-                    )
+                    bound = find_bound(found.highest, row, length, scan, budget, finite=True)
+                    found.bounds[row] = bound
+                    signal(found.signals, row, 0, amount=_BOUNDED - _SCANS)
+
+        @pl.when(program >= first_filter)
+        def _() -> None:
+            row, part = divide(program - first_filter, scan.stretches)
+            length = given.lengths[divide(row, heads)[0]]
+
+            @pl.when(await_signals(found.signals, row, 0, least=_BOUNDED) < _REUSES)
+            def _() -> None:
+                acquire(found.signals, row, 0)
+                bound = found.bounds[row]
+                filter_keys(
+                    found.scores, found.tokens, found.counts, row, part, length, bound, scan
+                )
 
     outputs = call(
         kernel,
@@ -275,6 +288,7 @@ def _search_at_once(
             *_path_outputs(inputs),
             *_candidate_outputs(rows, entries * budget + window),
             *scan.outputs(rows, stored),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
             *scan.lists(rows),
         ],
         warps=WARPS,
@@ -343,7 +357,8 @@ def _search_in_turn(
         warps=WARPS,
     )(inputs.q, inputs.keys, inputs.supports, slots, reuse_length)
     scores, highest = run_scan(inputs.q, inputs.keys, scan_length, scan)
-    tokens, counts = run_filter(scores, highest, scan_length, scan, budget, finite=True)
+    bounds = run_bound(highest, scan_length, scan, budget, finite=True)
+    tokens, counts = run_filter(scores, bounds, scan_length, scan)
     return Found(
         signals,
         qbar,
@@ -356,6 +371,7 @@ def _search_in_turn(
         candidate_scores,
         scores,
         highest,
+        bounds,
         tokens,
         counts,
     )

@@ -1,7 +1,8 @@
 """Top-K as Triton kernels: nothing is sorted.
 
 Few scores are selected from by one program a row, which holds them all. Of many, a first kernel
-finds the largest of every block; the filter and the selection of the exact support do the rest.
+finds the largest of scores that lie far apart; the exact support's bound, filter and selection do
+the rest.
 """
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.exact_support.triton import Scan, run_filter, run_select
+from pallas_kernels.exact_support.triton import Scan, run_bound, run_filter, run_select, sets_of
 from pallas_kernels.select.triton import Destination, Listing, select_warps, write_picked
 from pallas_kernels.triton_lib import Ref, call, load_at, round_up, store_at
 
 _HELD = 8192
 """Scores that one program holds."""
 _TILE = 4096
-"""Scores that a program finds the largest of blocks in."""
+"""Scores that a program finds the largest in."""
 
 
 def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
@@ -45,28 +46,26 @@ def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
     return support, kept
 
 
-def _largest_of_blocks(scores: jax.Array, block: int) -> jax.Array:
-    """``[BH, S / block]``."""
+def _largest(scores: jax.Array, tile: int, sets: int) -> jax.Array:
+    """Of every tile the largest scores that are a number of sets apart, ``[BH, tiles * sets]``."""
     rows, stored = scores.shape
-    blocks = -(-stored // block)
-    tile = max(_TILE, block)
+    tiles = -(-stored // tile)
 
     def kernel(
         all_scores_ref: Ref,  # [BH, S]
-        highest_ref: Ref,  # [BH, S / block]
+        highest_ref: Ref,  # [BH, tiles * sets]
     ) -> None:
         row, program = pl.program_id(0), pl.program_id(1)
-        token = program * tile + lax.iota(jnp.int32, tile)
+        turn, place = lax.iota(jnp.int32, tile // sets), lax.iota(jnp.int32, sets)
+        token = program * tile + turn[:, None] * sets + place[None, :]
         score = load_at(all_scores_ref, row, token, mask=token < stored, other=-float("inf"))
-        at = program * (tile // block) + lax.iota(jnp.int32, tile // block)
-        highest = jnp.max(score.reshape(tile // block, block), axis=1)
-        store_at(highest_ref, highest, row, at, mask=at < blocks)
+        store_at(highest_ref, jnp.max(score, axis=0), row, program * sets + place)
 
     (highest,) = call(
         kernel,
-        name="top_k_blocks",
-        grid=(rows, -(-stored // tile)),
-        outputs=[jax.ShapeDtypeStruct((rows, blocks), jnp.float32)],
+        name="top_k_largest",
+        grid=(rows, tiles),
+        outputs=[jax.ShapeDtypeStruct((rows, tiles * sets), jnp.float32)],
         warps=4,
     )(scores)
     return highest
@@ -80,9 +79,12 @@ def top_k(scores: jax.Array, *, budget: int) -> tuple[jax.Array, jax.Array]:
     if stored <= _HELD:
         support, kept = _select_held(flat, budget)
     else:
-        split = Scan.of_scores(rows, stored, budget)
+        sets = sets_of(budget)
+        tile = max(_TILE, sets)
+        split = Scan.of_scores(rows, stored, budget, sets, -(-stored // tile))
         lengths = jnp.full((rows,), stored, jnp.int32)
-        highest = _largest_of_blocks(flat, split.block)
-        tokens, counts = run_filter(flat, highest, lengths, split, budget, finite=False)
+        highest = _largest(flat, tile, sets)
+        bounds = run_bound(highest, lengths, split, budget, finite=False)
+        tokens, counts = run_filter(flat, bounds, lengths, split)
         support, kept = run_select(flat, tokens, counts, lengths, split, budget, finite=False)
     return support.reshape(batch, heads, budget), kept.reshape(batch, heads, budget)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import specs
+from pallas_kernels import specs, triton_lib
 
 CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
 
@@ -180,8 +180,9 @@ def test_many_survivors_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -
         assert_same(expected, general(*args))
 
 
-@pytest.mark.parametrize(("tiles", "merged"), [(4, 4), (5, 2)])
-def test_sets_of_several_tiles(tiles: int, merged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tiles", [1, 4, 5])
+@pytest.mark.parametrize("sets", [1024, 16])
+def test_bounds_from_several_tiles(tiles: int, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_kernels.exact_support import reference, triton
 
     of = triton.Scan.of
@@ -189,16 +190,34 @@ def test_sets_of_several_tiles(tiles: int, merged: int, monkeypatch: pytest.Monk
     def several(*args) -> triton.Scan:
         split = of(*args)
         programs = -(-args[2] // (split.tile * tiles))
-        return split._replace(tiles=tiles, merged=merged, programs=programs)
+        return split._replace(tiles=tiles, programs=programs, sets=sets)
 
     monkeypatch.setattr(triton.Scan, "of", several)
+    monkeypatch.setattr(triton, "_BOUNDED", 64)
     shape = specs.Shape(h=3, g=1, s=1100, k=6)
     for lengths in ((1100, 900), (641, 5)):
         p = specs.problem(shape, lengths)
         args = (p["q"], p["keys"], p["lengths"], jnp.ones((2, 3), jnp.bool_))
-        variant = f"{tiles} tiles, {merged} merged"
+        variant = f"{tiles} tiles, {sets} sets"
         several_tiles = compiled("exact_support", variant, budget=6, implementation="triton")
         assert_same(reference.exact_support(*args, budget=6), several_tiles(*args))
+
+
+def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
+    from pallas_kernels.exact_support import triton
+
+    rng = np.random.default_rng(0)
+    stored, budget = 2**15, 512
+    smooth = np.cumsum(rng.standard_normal((2, stored)), axis=1).astype(np.float32)
+    split = triton.Scan.of(2, 1, stored, 128, jnp.dtype(jnp.bfloat16), budget)
+    turns = -(-stored // split.reach)
+    apart = np.pad(smooth, ((0, 0), (0, turns * split.reach - stored)), constant_values=-np.inf)
+    highest = jnp.asarray(apart.reshape(2, turns, split.reach).max(axis=1))
+    lengths = jnp.full((2,), stored, jnp.int32)
+    bounds = triton.run_bound(highest, lengths, split, budget, finite=True)
+    reaching = np.sum(smooth >= np.asarray(triton_lib.key_score(bounds))[:, None], axis=1)
+    assert np.all(reaching >= budget)
+    assert np.all(reaching <= split.kept)
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
@@ -229,8 +248,6 @@ def test_top_k_of_a_long_row() -> None:
 @pytest.mark.parametrize("budget", [1, 2, 7, 40])
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e30])
 def test_threshold_of_any_scores(budget: int, spread: float) -> None:
-    from pallas_kernels import triton_lib
-
     rng = np.random.default_rng(budget)
     scores = (rng.standard_normal(64) ** 3 * spread).astype(np.float32)
     scores[rng.integers(0, 64, 8)] = -math.inf
