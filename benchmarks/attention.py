@@ -20,6 +20,7 @@ from benchmarks.kernel_workload import (
     MIXTURE,
     NOISE,
     REUSE_ALWAYS,
+    SCAN_ALWAYS,
     WINDOW,
     Layer,
     Timed,
@@ -33,6 +34,7 @@ from benchmarks.kernel_workload import (
     time_method,
     time_retopk,
 )
+from benchmarks.path_patterns import Pattern, recorded, representative
 from benchmarks.results_file import prepare_directory
 from benchmarks.timed_rows import Measured, Row, Table, exit_if_all_failed, options
 from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
@@ -43,6 +45,8 @@ from retopk_jax.attention import ReTopK
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.prefill_attention import prompt_attention
 
+RECORDED_STEPS = 64
+"""Steps of a recorded mixture in the body of the loop."""
 SETTINGS = {
     "heads": HEADS,
     "groups": GROUPS,
@@ -127,7 +131,14 @@ def torch_microseconds(length: int, batch: int, layers: int) -> float | None:
     return statistics.median(times[1:])
 
 
-def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_method: bool) -> None:
+def measure(
+    table: Table,
+    case: tuple[int, int],
+    bandwidth: float,
+    *,
+    each_method: bool,
+    patterns: Sequence[Pattern] = (),
+) -> None:
     """Adds the rows of one length and batch.
 
     Args:
@@ -135,6 +146,7 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
         case: length and batch.
         bandwidth: of a copy, bytes a microsecond.
         each_method: also through the methods' own interface.
+        patterns: recorded mixtures of paths, measured at batch 1.
     """
     if table.closed:
         return
@@ -160,6 +172,13 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
         microseconds, states = time_retopk(taus, layers, rings)
         floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
         return microseconds - empty, floor, shares
+
+    def of_pattern(pattern: Pattern) -> Measured:
+        scans = representative(pattern, RECORDED_STEPS)[:, None]  # [steps, 1, H]
+        taus = np.where(scans, SCAN_ALWAYS, REUSE_ALWAYS).astype(np.float32)
+        microseconds, states = time_retopk(taus, layers, rings)
+        floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
+        return microseconds - empty, floor, {**shares, "pattern": pattern.source}
 
     def stateless(
         attend: Callable[[jax.Array, Layer], jax.Array], floor: float
@@ -188,6 +207,8 @@ def measure(table: Table, case: tuple[int, int], bandwidth: float, *, each_metho
 
     table.add("retopk", "reuse", case, reuse)
     table.add("retopk", "mixture", case, mixture)
+    for pattern in patterns if batch == 1 else ():
+        table.add("retopk", Path(pattern.source).stem, case, partial(of_pattern, pattern))
     table.add("exact", "ours", case, stateless(exact_attend(None), exact_floor))
     table.add("exact", "ours, neighbours alike", case, alike)
     table.add("full", "triton", case, stateless(full_attend("triton"), 2 * scan))
@@ -281,7 +302,9 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--batch", type=int, default=16, help="a second batch, at --batch-lengths")
     parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384, 131072])
+    parser.add_argument("--pattern", type=Path, nargs="+", default=[], help="recorded scans, .npz")
     args = parser.parse_args(argv)
+    patterns = [recorded(path, RECORDED_STEPS, 32, HEADS, GROUPS) for path in args.pattern]
     for name in ("lengths", "method_lengths", "batch_lengths"):
         for length in getattr(args, name):
             check_integer(f"--{name.replace('_', '-')}", length, minimum=1)
@@ -293,7 +316,7 @@ def main(argv: Sequence[str]) -> None:
     table = Table("attention", settings, args)
     for length in args.lengths:
         each = length in args.method_lengths
-        measure(table, (length, 1), bandwidth, each_method=each)
+        measure(table, (length, 1), bandwidth, each_method=each, patterns=patterns)
         if each:
             measure_prefill(table, length, bandwidth)
     for length in args.batch_lengths:

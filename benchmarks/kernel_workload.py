@@ -101,9 +101,14 @@ def neighbours_alike(layer: Layer) -> Layer:
     return replace(layer, keys=(runs + 0.3 * layer.keys).astype(layer.keys.dtype))
 
 
-def loop_size(layers: int) -> dict[str, int]:
-    """Steps in the body of the loop, and rounds, so that a call takes every query once."""
-    steps = max(16, layers)
+def loop_size(layers: int, least: int = 16) -> dict[str, int]:
+    """Steps in the body of the loop, and rounds, so that a call takes every query about once.
+
+    Args:
+        layers: a power of two.
+        least: steps in the body at least, another.
+    """
+    steps = max(least, layers)
     return {"steps": steps, "rounds": QUERIES * layers // steps}
 
 
@@ -190,7 +195,7 @@ def time_retopk(
         return chain_of(out), remembered
 
     copies = jax.tree.map(jnp.copy, rings)
-    return step_microseconds(step, layers, copies, **loop_size(len(layers)))
+    return step_microseconds(step, layers, copies, **loop_size(len(layers), max(16, len(taus))))
 
 
 def mean_candidates(rings: list[Remembered]) -> float:

@@ -107,6 +107,21 @@ def recorded(path: Path, steps: int, layers: int, heads: int, groups: int) -> Pa
     )
 
 
+def representative(pattern: Pattern, count: int) -> np.ndarray:
+    """Some of a pattern's steps of layers, bool ``[count, H]``, that scan as many groups as all do.
+
+    Those that scan few groups and those that scan many are there in the shares that they have.
+    """
+    steps, layers, heads = pattern.scans.shape
+    every = pattern.scans.reshape(steps * layers, heads)
+    groups = every.reshape(len(every), pattern.groups, -1).any(-1).sum(-1)
+    rng = np.random.default_rng(5)
+    order = rng.permutation(len(every))
+    order = order[np.argsort(groups[order], kind="stable")]
+    chosen = order[((np.arange(count) + 0.5) * len(every) / count).astype(int)]
+    return every[rng.permutation(chosen)]
+
+
 def _share(share: float, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Bools of which exactly this share, rounded, is true."""
     count = int(np.prod(shape))

@@ -25,5 +25,5 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(module, "copy_bytes_per_microsecond"):
             monkeypatch.setattr(module, "copy_bytes_per_microsecond", lambda: 1e6)
     monkeypatch.setattr(kernel_workload, "layers_for", lambda *_: 1)
-    monkeypatch.setattr(kernel_workload, "loop_size", lambda _: {"steps": 1, "rounds": 2})
+    monkeypatch.setattr(kernel_workload, "loop_size", lambda *_: {"steps": 1, "rounds": 2})
     monkeypatch.setattr(attention, "torch_microseconds", lambda *_: None)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import attention
@@ -51,3 +52,14 @@ def test_supports_are_set_beside_prefill_attention(small, tmp_path, monkeypatch)
     times = [row["microseconds"] for row in rows.values()]
     assert rows["prefill", "supports"]["of_attention"] == pytest.approx(times[1] / times[0], 0.01)
     assert "| prefill | supports |" in (tmp_path / "attention.md").read_text()
+
+
+def test_recorded_paths_are_timed(small, tmp_path) -> None:
+    scans = np.zeros((50, 3, 2, attention.HEADS // attention.GROUPS), np.bool_)
+    scans[::5, :, 0] = True
+    np.savez(tmp_path / "seen.npz", scans=scans)
+    rows = measured(tmp_path, "--only", "seen", "--pattern", str(tmp_path / "seen.npz"))
+    (row,) = rows.values()
+    assert (row["method"], row["part"]) == ("retopk", "seen")
+    assert row["microseconds"] is not None
+    assert row["scanning_groups"] == pytest.approx(0.1, abs=0.02)
