@@ -232,7 +232,8 @@ def load_context(
     rows, tail, recalled = sizes["rows"], sizes["tail_queries"], sizes["recall"]
     parts = context_bytes(decoder, rows, slots, tail)
     if recalled is not None:
-        bytes_of_all = recall_cache_bytes(geometry, rows, *recalled, decoder.dtype)
+        capacity, budget = recalled
+        bytes_of_all = recall_cache_bytes(geometry, rows, capacity, budget, decoder.dtype)
         parts["recall caches"] = bytes_of_all // shards_of(decoder.mesh, HEADS)
     check_memory(f"the context {path}", parts)
     _check_files(path, arrays, manifest["files"])

@@ -111,7 +111,7 @@ def calibrate_loki(
     basis, variance = principal_components(covariance)
     provenance = {
         "format": FORMAT,
-        "model": source_of(model),
+        "model": Path(source_of(model)).name,
         "fingerprint": model_fingerprint(model),
         "dtype": str(jnp.dtype(decoder.dtype)),
         "texts": texts,

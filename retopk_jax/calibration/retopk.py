@@ -246,7 +246,7 @@ def calibrate_retopk(
         found = fit_under(replace(method, share_scan=False, risk=risk))
     provenance = {
         "format": FORMAT,
-        "model": source_of(model),
+        "model": Path(source_of(model)).name,
         "fingerprint": model_fingerprint(model),
         "dtype": str(jnp.dtype(model.decoder.dtype)),
         "texts": texts,

@@ -37,7 +37,7 @@ def read_tokens(
             raise PromptError(f"text {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise PromptError(f"text {path}: not UTF-8 ({error})") from error
-        described.append({"file": str(path), "sha256": hashlib.sha256(content).hexdigest()})
+        described.append({"file": Path(path).name, "sha256": hashlib.sha256(content).hexdigest()})
     return model.tokenizer.encode("\n\n".join(texts)), described
 
 

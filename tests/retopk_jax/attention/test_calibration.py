@@ -78,7 +78,7 @@ def test_components_diagonalise_the_covariance_of_the_cached_keys(model, text) -
         "model": "ToyModel",
         "fingerprint": model_fingerprint(model),
         "dtype": "float32",
-        "texts": [{"file": str(text), "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}],
+        "texts": [{"file": text.name, "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}],
         "window": 40,
         "windows": 2,
         "tokens": 80,
