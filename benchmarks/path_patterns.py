@@ -13,8 +13,8 @@ REFRESH_SHARE = 1 / 128
 """Steps of a layer in which every head scans by schedule, T_r = 128."""
 
 TRACED = {"heads": 0.083, "groups": 0.306}
-"""Shares of heads and of groups of 7 that fall back under tau = .85: means of the three traces of
-Qwen2.5-Coder-0.5B at 6K tokens and K = 128 in RISK_POLICY.md."""
+"""Shares of heads and of groups of 7 that fall back under tau = .85: means of three traces of
+Qwen2.5-Coder-0.5B at 6K tokens and K = 128, taken outside this repository."""
 
 RISK_GROUPS = 0.04
 """Share of groups of 7 that the risk policy scans at the error that tau = .85 has there."""

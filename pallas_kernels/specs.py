@@ -276,6 +276,14 @@ _ONLY_STEP = {
     ),
     "long_supports": lambda: ((s := Shape(b=1, h=2, g=1, s=200, k=40)), problem(s, (190,))),
     "eight_heads_each": lambda: ((s := Shape(b=1, h=8, g=1, w=0)), problem(s, (90,))),
+    "three_rows_of_28": lambda: (
+        (s := Shape(b=3, h=28, g=4, d=128, s=40, r=2)),
+        problem(s, (37, 23, 5)),
+    ),
+}
+_MANY_HEADS = {
+    "three_rows_of_28": _ONLY_STEP["three_rows_of_28"],
+    "forty_wide_heads": lambda: ((s := Shape(b=1, h=40, g=8, d=256, s=40)), problem(s, (37,))),
 }
 _ONLY_TOP_K = {
     name: lambda: (_SMALL, problem(_SMALL, (96, 23)))
@@ -297,7 +305,7 @@ _ONLY_TOP_K = {
 
 def spec(op: str, name: str) -> Spec:
     """The arguments of that name for an op."""
-    shape, arguments = {**_PROBLEMS, **_ONLY_STEP, **_ONLY_TOP_K}[name]()
+    shape, arguments = {**_PROBLEMS, **_ONLY_STEP, **_MANY_HEADS, **_ONLY_TOP_K}[name]()
     return _of_op(op, name, shape, arguments)
 
 
@@ -315,7 +323,7 @@ def names(op: str) -> list[str]:
             "one_group_odd_sizes",
             "float16",
         ),
-        "sparse_attend": ("ragged", "empty_supports", "boundary_1_k", "bad_values"),
+        "sparse_attend": ("ragged", "empty_supports", "boundary_1_k", "bad_values", *_MANY_HEADS),
         "full_attention": ("ragged", "bad_keys", "boundary_0_capacity", "boundary_1_k"),
         "prefill_supports": (
             "ragged",

@@ -41,7 +41,7 @@ def retopk_step(
         keys: ``[B, G, S, D]``, the current token's included.
         values: ``[B, G, S, D]``, the current token's included.
         remembered: of this layer.
-        lengths: int32 ``[B]``, valid tokens L, the current one included.
+        lengths: int32 ``[B]``, valid tokens L, the current one included: at least 1 in active rows.
         refresh_due: bool ``[B]``, rows whose heads all scan.
         active: bool ``[B]``; of other rows nothing is remembered or counted.
         tau: similarity from which on a head reuses; of all heads, or anything that broadcasts to

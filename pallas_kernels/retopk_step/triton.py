@@ -1,4 +1,4 @@
-"""The ReTopK step as two Triton kernels, or as five where there are many heads.
+"""The ReTopK step as two Triton kernels, or as six or seven where there are many heads.
 
 1. The search finds the path of every head, scores the candidates of those that reuse, and scans
    for the others (`pallas_kernels.retopk_step.triton_search`).

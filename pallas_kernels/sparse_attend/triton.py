@@ -12,8 +12,9 @@ _PROGRAMS = 256
 
 
 def splits(rows: int, dim: int) -> int:
-    """Programs a head: enough to fill a GPU, each with at least 32 dimensions."""
-    return max(1, min(round_up(dim) // 32, _PROGRAMS // rows))
+    """Programs a head, a power of two: enough to fill a GPU, each with at least 32 dimensions."""
+    pieces = max(1, min(round_up(dim) // 32, _PROGRAMS // rows))
+    return 1 << (pieces.bit_length() - 1)
 
 
 def at_once(rows: int) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.calibration.archive import load_archive, save_archive
-from retopk_jax.calibration.text import check_fitted_on, read_tokens, source_of
+from retopk_jax.calibration.text import check_fitted_on, name_of, read_tokens
 from retopk_jax.errors import PromptError
 from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.language_model import LanguageModel
@@ -111,7 +111,7 @@ def calibrate_loki(
     basis, variance = principal_components(covariance)
     provenance = {
         "format": FORMAT,
-        "model": Path(source_of(model)).name,
+        "model": name_of(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(jnp.dtype(decoder.dtype)),
         "texts": texts,

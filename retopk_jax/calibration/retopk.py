@@ -18,7 +18,7 @@ from retopk_jax.attention.retopk import REFRESH, REUSE, ReTopK
 from retopk_jax.calibration.archive import load_archive, save_archive
 from retopk_jax.calibration.isotonic import descending_knots
 from retopk_jax.calibration.shadow import Samples, collect
-from retopk_jax.calibration.text import check_fitted_on, read_tokens, source_of
+from retopk_jax.calibration.text import check_fitted_on, name_of, read_tokens, source_of
 from retopk_jax.errors import ConfigError, PromptError
 from retopk_jax.fingerprint import model_fingerprint
 from retopk_jax.language_model import LanguageModel
@@ -246,7 +246,7 @@ def calibrate_retopk(
         found = fit_under(replace(method, share_scan=False, risk=risk))
     provenance = {
         "format": FORMAT,
-        "model": Path(source_of(model)).name,
+        "model": name_of(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(jnp.dtype(model.decoder.dtype)),
         "texts": texts,

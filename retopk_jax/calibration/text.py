@@ -15,6 +15,11 @@ def source_of(model: LanguageModel) -> str:
     return str(getattr(model, "source", type(model).__name__))
 
 
+def name_of(model: LanguageModel) -> str:
+    """What files call a model: its source without directories."""
+    return Path(source_of(model)).resolve().name
+
+
 def read_tokens(
     model: LanguageModel, files: Sequence[Path | str]
 ) -> tuple[list[int], list[dict[str, str]]]:
