@@ -1,7 +1,5 @@
 """Time by part of one layer's decode attention, from the profiler's kernel times."""
 
-import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention import SETTINGS, exact_attend, full_attend
+from benchmarks.kernel_times import kernel_times
 from benchmarks.kernel_workload import (
     BUDGET,
     DIM,
@@ -50,17 +49,8 @@ OPS = ("retopk", "exact", "full_attention")
 def kernel_microseconds(run: Callable[[], Any]) -> dict[str, float]:
     """Median device time of every kernel of `OPS` that ``run`` launches."""
     jax.block_until_ready(run())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        times: dict[str, list[float]] = defaultdict(list)
-        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-            for line in plane.lines if "GPU" in plane.name else ():
-                for event in line.events if "tream" in line.name else ():
-                    if event.name.startswith(OPS):
-                        times[event.name].append(event.duration_ns / 1e3)
-    return {name: float(np.median(durations)) for name, durations in times.items()}
+    times = kernel_times(run)
+    return {name: float(np.median(times[name])) for name in times if name.startswith(OPS)}
 
 
 def _retopk_runs(
