@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
             row["plots"] = [picture(path, row["length"], row["budget"]).name]
     draw_all(path, rows)
     calibrations = [
-        {"policy": kind, **provenance_of(file.replace("{K}", str(budget)))}
+        {"policy": kind, **load_policy(file.replace("{K}", str(budget))).provenance}
         for kind, file in risks.items()
         for budget in args.budgets
     ]
@@ -115,13 +115,6 @@ def main(argv: Sequence[str]) -> None:
     write_results(path, "policy", settings, rows, equal=equal, item_commits=store.commits())
     print_table(rows, path)
     print_equal(equal)
-
-
-def provenance_of(file: str) -> dict[str, Any]:
-    """Where a file's maps come from; model and texts without their directories."""
-    found = load_policy(file).provenance
-    texts = [{**text, "file": Path(text["file"]).name} for text in found["texts"]]
-    return {**found, "model": Path(found["model"]).name, "texts": texts}
 
 
 def named_files(given: Sequence[str]) -> dict[str, str]:
