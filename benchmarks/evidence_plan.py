@@ -1,9 +1,11 @@
 """Runs the experiments of a plan one after the other, for machines that are had for minutes.
 
-The plan `h200` is what the project commits of SmolLM2-135M-Instruct. Steps run in one process, so
-that programs of one size are compiled once; what is done is kept under --out and skipped when the
-command is run again, and --minutes ends it in good time. With --archive all results and saved
-items are packed into one file, and unpacked from it first where it exists.
+The plan `h200` is what the project commits of SmolLM2-135M-Instruct; `policies` sets ways to choose
+the path against each other on it, under the project's maps of expected errors, and `policies-qwen`
+does so on Qwen2.5-Coder-0.5B-Instruct. Steps run in one process, so that programs of one size are
+compiled once; what is done is kept under --out and skipped when the command is run again, and
+--minutes ends it in good time. With --archive all results and saved items are packed into one file,
+and unpacked from it first where it exists.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.evidence.arguments import OutOfTimeError
 from benchmarks.evidence.resume import ITEMS
-from benchmarks.results_file import prepare_directory
+from benchmarks.results_file import ROOT, prepare_directory
 from models import ModelError
 from retopk_jax.errors import ConfigError, RetopkError
 
@@ -29,7 +31,7 @@ class Item:
     Attributes:
         name: of the step, and the tag of its result.
         command: an experiment.
-        arguments: its own.
+        arguments: its own; ``{maps}`` stands for `MAPS`.
         texts: what it reads: ``documents`` or ``essay``.
     """
 
@@ -38,6 +40,9 @@ class Item:
     arguments: str
     texts: str = "documents"
 
+
+MAPS = ROOT / "benchmarks" / "results"
+"""Where maps of expected errors lie."""
 
 METHODS = "--methods full exact retopk streaming quest sparq loki tokenselect "
 BUDGETS = "--budgets 128 64 512 256 "
@@ -70,13 +75,51 @@ H200 = (
     ),
 )
 
+TAUS = "--taus 0.7 0.8 0.85 0.9 0.98 "
+QWEN = f"--budgets 128 256 --documents 32 --rows 32 --capacity 16384 {TAUS}"
+QWEN += "--shares 0.01 0.02 0.04 0.1 0.2 --risk {maps}/maps-qwen-8k-{K}.npz"
+SMOLLM2_RISK = "retopk:risk={maps}/maps-smollm2-4k-{K}.npz,share="
+OPERATING = f"retopk retopk:share_scan=true {SMOLLM2_RISK}0.05 {SMOLLM2_RISK}0.1"
+SAMPLES = (
+    f"--methods full exact {OPERATING} {SMOLLM2_RISK}0.2 --budgets 64 128 --rows 50 --capacity 8192"
+)
+LONG = "--lengths 4096 --continuation 4096 --budgets 128 --documents 16 --rows 16 --refresh 128 "
+LONG += "--capacity 8192"
+
+POLICIES = (
+    Item(
+        "smollm2-8k",
+        "policy",
+        f"--lengths 8192 --budgets 64 128 --documents 64 --rows 64 --capacity 8192 {TAUS}"
+        "--shares 0.01 0.02 0.04 0.07 0.1 0.2 0.3 --risk {maps}/maps-smollm2-4k-{K}.npz",
+    ),
+    Item("policies-4k", "niah", f"--lengths 4096 --documents 100 {SAMPLES}", "essay"),
+    Item("policies-8k", "niah", f"--lengths 8192 --documents 50 {SAMPLES}", "essay"),
+    Item("policies", "long_horizon", f"--part forced {LONG} --methods {OPERATING}"),
+    Item(
+        "policies_shadow",
+        "long_horizon",
+        f"--part shadow {LONG} --methods retopk {SMOLLM2_RISK}0.1",
+    ),
+)
+
+QWEN_POLICIES = (
+    Item("qwen-8k", "policy", f"--lengths 8192 {QWEN}"),
+    Item("qwen-16k", "policy", f"--lengths 16384 {QWEN}"),
+)
+
 SMOKE = (
     Item("a", "perplexity", "--smoke --methods full exact retopk"),
     Item("b", "niah", "--smoke --methods full retopk --lengths 1024", "essay"),
     Item("c", "fidelity", "--smoke --methods retopk"),
 )
 
-PLANS = {"h200": H200, "smoke": SMOKE}
+PLANS = {
+    "h200": H200,
+    "policies": POLICIES,
+    "policies-qwen": QWEN_POLICIES,
+    "smoke": SMOKE,
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -86,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     add("--plan", choices=list(PLANS), default="h200", help="(%(default)s)")
     add("--out", type=Path, required=True, help="directory for the results")
     add("--model", help="what load_model takes")
-    add("--texts", type=Path, help="documents from `documents`: at least 33 of 16,384 tokens")
+    add("--texts", type=Path, help="documents from `documents`; h200: 33 of 16,384 tokens")
     add("--essay", type=Path, help="UTF-8 text of the haystacks")
     add("--minutes", type=float, help="stop after so long")
     add("--archive", type=Path, help=".tar.gz to resume from and to pack the results into")
@@ -136,7 +179,8 @@ def chosen_steps(plan: str, names: Sequence[str] | None) -> list[Item]:
 
 def run_step(step: Item, args: argparse.Namespace, out: Path, minutes: float | None) -> bool:
     """Runs a step; False when the time is over. Another failure is reported, and the next tried."""
-    given = ["--out", str(out), "--tag", step.name, *step.arguments.split()]
+    given = ["--out", str(out), "--tag", step.name]
+    given += [part.replace("{maps}", str(MAPS)) for part in step.arguments.split()]
     given += ["--compile-threads", str(args.compile_threads)]
     if args.model is not None:
         given += ["--model", args.model]

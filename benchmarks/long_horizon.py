@@ -17,7 +17,13 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.evidence.arguments import Progress, console, fill, make_parser, result_path
-from benchmarks.evidence.experiment import Scene, rows_of, score_scene, set_scene
+from benchmarks.evidence.experiment import (
+    Scene,
+    against_exact,
+    rows_of,
+    score_scene,
+    set_scene,
+)
 from benchmarks.evidence.methods import Variant, make_variants
 from benchmarks.evidence.plots import curves, require_matplotlib
 from benchmarks.evidence.programs import begin
@@ -63,13 +69,13 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     fill(args, NORMAL, SMOKE)
     require_matplotlib()
-    if len(args.methods) != 1 or not args.methods[0].startswith("retopk"):
-        raise ConfigError("--methods: long_horizon takes one method, retopk with its settings")
+    if not all(method.partition(":")[0] == "retopk" for method in args.methods):
+        raise ConfigError("--methods: long_horizon takes retopk, with its settings")
     if len(args.lengths) != 1:
         raise ConfigError("--lengths: long_horizon takes one length, that of the prefill")
 
     def make(model: CausalLM) -> list[Variant]:
-        return interval_variants(args.methods[0], args.budgets, args.refresh)
+        return interval_variants(args.methods, args.budgets, args.refresh)
 
     whole = args.lengths[0] + args.continuation
     plan = Plan.of(args, [whole], args.continuation, args.buckets)
@@ -79,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     commits: list[str] = []
     if args.part != "shadow":
         found, store = score_scene(args, scene, plan, "long_horizon")
-        rows = rows_of(scene, plan, found, args.seed, ())
+        rows = rows_of(scene, plan, found, args.seed, (("against_exact", against_exact),))
         for row in rows:
             entries = found.documents[row["length"], row["label"]]
             exact = found.documents[row["length"], f"exact K={row['budget']}"]
@@ -119,14 +125,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def interval_variants(
-    method: str, budgets: Sequence[int], intervals: Sequence[int]
+    methods: Sequence[str], budgets: Sequence[int], intervals: Sequence[int]
 ) -> list[Variant]:
-    """Exact Top-K and the method with every refresh interval, at every budget."""
+    """Exact Top-K and every method with every refresh interval, at every budget."""
     found = []
     for budget in budgets:
         found += make_variants(["exact"], [budget], None)
-        (base,) = make_variants([method], [budget], None)
-        found += [base.changed(f"{base.name} | T_r={t}", {"refresh": t}) for t in intervals]
+        for base in make_variants(methods, [budget], None):
+            found += [base.changed(f"{base.name} | T_r={t}", {"refresh": t}) for t in intervals]
     return found
 
 

@@ -23,12 +23,18 @@ from benchmarks.evidence.arguments import (
     result_path,
 )
 from benchmarks.evidence.documents import tokenizer_hash
-from benchmarks.evidence.generation import answer_batches, batches_of, path_shares
+from benchmarks.evidence.generation import (
+    answer_batches,
+    batches_of,
+    group_share,
+    path_shares,
+)
 from benchmarks.evidence.loki_basis import cached_basis
 from benchmarks.evidence.methods import ALL, Variant, make_variants, needs_basis, title
 from benchmarks.evidence.plots import heat_grid, require_matplotlib
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.ruler import HEADLINE, TASKS, Builder, Sample, hits, string_match_all
+from benchmarks.evidence.statistics import paired_points
 from benchmarks.results_file import write_results
 from retopk_jax.errors import ConfigError
 from retopk_jax.prefill import rounded_capacity
@@ -135,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
         for variant in variants:
             items = [found[batch.name, variant.label] for batch in batches[task, length]]
             rows.append(_row(task, length, variant, samples, items))
-    headline = headline_rows(rows)
+    headline = headline_rows(rows, args.seed)
     path = result_path(args, "niah")
     plot = draw(path, rows)
     write_results(
@@ -221,6 +227,10 @@ def _row(
         "samples": len(samples),
         "score": string_match_all(answers, [sample.answers for sample in samples]),
         "found_by_depth": by_depth,
+        "score_per_sample": [
+            round(100 * float(np.mean(hits(answer, sample.answers))), 2)
+            for sample, answer in zip(samples, answers, strict=True)
+        ],
         "answer_tokens": float(np.mean(tokens)),
         "sparse_steps": float(np.mean([max(count - 1, 0) for count in tokens])),
         "step_milliseconds": min(item["step_milliseconds"] for item in items),
@@ -228,25 +238,37 @@ def _row(
     shares = path_shares(items)
     if shares is not None:
         row["path_shares"] = shares
+    groups = group_share(items)
+    if groups is not None:
+        row["groups_scanned"] = groups
     return row
 
 
-def headline_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean over the tasks, by length and method."""
+def headline_rows(rows: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Mean over the tasks, by length and method, against Exact Top-K and ReTopK's defaults."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["length"], row["label"]), []).append(row)
-    return [
-        {
+    found = []
+    for (length, label), group in groups.items():
+        budget = group[0]["budget"]
+        entry: dict[str, Any] = {
             "length": length,
             "label": label,
             "method": group[0]["method"],
-            "budget": group[0]["budget"],
+            "budget": budget,
             "tasks": [row["task"] for row in group],
             "score": round(float(np.mean([row["score"] for row in group])), 2),
         }
-        for (length, label), group in groups.items()
-    ]
+        if "groups_scanned" in group[0]:
+            entry["groups_scanned"] = float(np.mean([row["groups_scanned"] for row in group]))
+        for name in ("exact", "retopk"):
+            other = groups.get((length, f"{name} K={budget}"))
+            if other is not None and other is not group:
+                mine, theirs = ([row["score_per_sample"] for row in one] for one in (group, other))
+                entry[f"against_{name}"] = paired_points(mine, theirs, seed)
+        found.append(entry)
+    return found
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> str:
@@ -276,19 +298,22 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 def _print(headline: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], path: Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    table = Table("length", "K", "method", *tasks, "mean")
+    table = Table("length", "K", "method", "groups", *tasks, "mean", "over Exact")
     for mean in headline:
         scores = {
             row["task"]: row["score"]
             for row in rows
             if (row["length"], row["label"]) == (mean["length"], mean["label"])
         }
+        groups, over = mean.get("groups_scanned"), mean.get("against_exact")
         table.add_row(
             f"{mean['length']:,}",
             "" if mean["budget"] is None else str(mean["budget"]),
             title(mean["method"]),
+            "" if groups is None else f"{groups:.1%}",
             *(f"{scores[task]:.1f}" for task in tasks),
             f"{mean['score']:.1f}",
+            "" if over is None else "{points:+.1f} [{low:+.1f}, {high:+.1f}]".format(**over),
         )
     console().print(table)
     console().print(f"Written to {path}")

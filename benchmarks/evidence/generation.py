@@ -58,7 +58,7 @@ def answer_batches(
 
     Returns:
         By batch and label: ``answers``, a text a prompt, ``tokens``, how many each has,
-        ``paths`` over all prompts, and ``step_milliseconds``.
+        ``paths`` and ``groups`` over all prompts, and ``step_milliseconds``.
     """
     tail = max(TAIL_QUERIES, *(variant.method.tail_queries for variant in variants))
     programs = shared_programs(model, rows, capacity, tail, threads)
@@ -139,6 +139,10 @@ def _answer_batch(
                 sum(p.fallback for p in kept),
                 sum(p.refresh for p in kept),
             ]
+            item["groups"] = [
+                sum(p.groups_scanned or 0 for p in kept),
+                sum(p.group_steps or 0 for p in kept),
+            ]
         store.save(store.key(batch.name, variant.label), item)
         found[variant.label] = item
         context = replace(context, cache=replace(state.cache, lengths=jnp.asarray(lengths)))
@@ -166,3 +170,11 @@ def path_shares(items: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     total = max(int(counts.sum()), 1)
     names = ("reuse", "fallback", "refresh")
     return {name: int(n) / total for name, n in zip(names, counts, strict=True)}
+
+
+def group_share(items: Sequence[dict[str, Any]]) -> float | None:
+    """Share of KV groups scanned; None for a method that scans none or all."""
+    if not items or "groups" not in items[0]:
+        return None
+    scanned, steps = np.sum([item["groups"] for item in items], axis=0)
+    return int(scanned) / max(int(steps), 1)

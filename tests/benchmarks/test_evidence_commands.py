@@ -63,9 +63,14 @@ def out(tmp_path_factory):
     policy.main([*every, "--risk", *(file.replace("-{K}=", "=") for file in files)])
     record_paths.main([*every, "--tag", "tau", "--methods", "retopk"])
     record_paths.main([*every, "--tag", "risk", "--methods", f"retopk:risk={directory}/smoke-48"])
+    risk = f"retopk:risk={directory}/smoke-{{K}},share=0.1"
     long_horizon.main(every)
+    forced = ["--part", "forced", "--refresh", "8", "--tag", "risk"]
+    long_horizon.main([*every, *forced, "--methods", "retopk", "retopk:share_scan=true", risk])
     transfer.main([*every, "--tag", "two"])
     niah.main([*SMALL[:3], "--out", str(directory), "--lengths", "1024", "--documents", "3"])
+    tasks = ["--lengths", "1024", "--documents", "3", "--tasks", "niah_single_2", "--tag", "risk"]
+    niah.main([*every[:3], *tasks, "--out", str(directory), "--methods", "exact", "retopk", risk])
     longbench.main([*SMALL[:3], "--out", str(directory)])
     report.main(["--results", str(directory)])
     return directory
@@ -228,6 +233,26 @@ def test_long_horizon_has_both_parts(out):
         assert row["by_position"][-1]["kl_up_to"] >= 0
 
 
+def test_long_horizon_sets_path_policies_against_each_other(out):
+    rows = json.loads((out / "long_horizon-risk.json").read_text())["rows"]
+    label = "retopk:risk=smoke-{K},share=0.1 | T_r=8 K=48"
+    assert [row["label"] for row in rows] == [
+        "exact K=48",
+        "retopk | T_r=8 K=48",
+        "retopk:share_scan=true | T_r=8 K=48",
+        label,
+    ]
+    (default,) = rows_of(out / "long_horizon.json", part="teacher-forced", refresh=8)
+    assert rows[1]["nll_per_document"] == default["nll_per_document"]
+    assert "against_exact" not in rows[0]
+    for row in rows[1:]:
+        change = row["by_position"][-1]["percent_over_exact"]
+        assert row["against_exact"]["percent"] == pytest.approx(change)
+        assert row["groups_scanned"] > 0
+    with pytest.raises(ConfigError, match="long_horizon takes retopk"):
+        long_horizon.main([*SMALL, "--out", str(out), "--methods", "retopk", "exact"])
+
+
 def test_divergence_is_averaged_over_positions():
     divergence = np.array([[0.0, 1.0, 2.0, 5.0]])
     agree = np.array([[True, True, False, True]])
@@ -243,10 +268,29 @@ def test_niah_reports_every_task_and_their_mean(out):
         expected = 3 * (4 if row["task"] == "niah_multivalue" else 1)
         assert sum(total for _, total in row["found_by_depth"]) == expected
         assert 0 <= row["score"] <= 100
+        assert row["score"] == pytest.approx(np.mean(row["score_per_sample"]), abs=0.01)
+        assert ("groups_scanned" in row) == (row["method"] == "retopk")
+    scores = {}
     for mean in result["headline"]:
-        scores = [r["score"] for r in result["rows"] if r["label"] == mean["label"]]
-        assert mean["score"] == pytest.approx(np.mean(scores), abs=0.01)
+        own = [r["score"] for r in result["rows"] if r["label"] == mean["label"]]
+        scores[mean["label"]] = np.mean(own)
+        assert mean["score"] == pytest.approx(np.mean(own), abs=0.01)
+        assert ("against_exact" in mean) == (
+            mean["budget"] is not None and mean["method"] != "exact"
+        )
+    last = result["headline"][-1]
+    exact = scores[f"exact K={last['budget']}"]
+    assert last["against_exact"]["points"] == pytest.approx(scores[last["label"]] - exact, abs=0.02)
     assert all(one["tokens"][1] <= 1024 - 12 for one in result["settings"]["prompts"].values())
+
+
+def test_niah_answers_under_risk(out):
+    result = json.loads((out / "niah-risk.json").read_text())
+    default, risk = result["headline"][1:]
+    assert risk["method"] == "retopk:risk=smoke-{K},share=0.1"
+    assert 0 <= risk["groups_scanned"] < default["groups_scanned"]
+    assert risk["against_retopk"].keys() == {"points", "low", "high"}
+    assert "against_retopk" not in default
 
 
 def test_longbench_scores_data_sets_then_their_mean(out):
@@ -303,6 +347,18 @@ def test_a_plan_stops_in_time_and_goes_on_from_its_archive(tmp_path, capsys):
     assert (tmp_path / "b" / "perplexity-a.json").is_file()
     with pytest.raises(ConfigError, match="--steps none: expected some of perplexity-a"):
         evidence_plan.main([*given, "--out", str(tmp_path / "c"), "--steps", "none"])
+
+
+def test_plans_name_maps_that_are_there():
+    steps = [step for plan in evidence_plan.PLANS.values() for step in plan]
+    named = [
+        (file, budget)
+        for step in steps
+        for file in re.findall(r"\{maps\}/(\S+?\.npz)", step.arguments)
+        for budget in re.findall(r"\d+", re.findall(r"--budgets([\d ]+)", step.arguments)[0])
+    ]
+    assert named
+    assert all((evidence_plan.MAPS / file.replace("{K}", k)).is_file() for file, k in named)
 
 
 def test_labels_of_one_method_share_an_item(tmp_path):

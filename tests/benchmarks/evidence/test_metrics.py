@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evidence.longbench_metric import f1, normalise, qa_f1, truncate_middle
 from benchmarks.evidence.ruler import clean, hits, string_match_all
 from benchmarks.evidence.smoke_model import byte_tokenizer
-from benchmarks.evidence.statistics import paired_difference, perplexity
+from benchmarks.evidence.statistics import paired_difference, paired_points, perplexity
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,13 @@ def test_interval_covers_as_often_as_it_says():
         found = paired_difference(drawn.tolist(), [0.0] * 40, 10, seed=trial)
         inside += found["low"] <= 100 * math.expm1(0.02) <= found["high"]
     assert 0.88 <= inside / 200 <= 0.99
+
+
+def test_points_are_paired_within_every_task():
+    scores, reference = [[100.0, 0.0], [50.0, 50.0, 50.0]], [[0.0, 0.0], [40.0, 40.0, 40.0]]
+    found = paired_points(scores, reference, 0)
+    assert found["points"] == pytest.approx((50 + 10) / 2)
+    assert found["low"] == pytest.approx((0 + 10) / 2)  # of two samples, drawn twice alike
+    assert found["high"] == pytest.approx((100 + 10) / 2)
+    same = paired_points(reference, reference, 0)
+    assert same == {"points": 0.0, "low": 0.0, "high": 0.0}
