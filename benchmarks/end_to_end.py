@@ -151,7 +151,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def parts_of(
-    config: ModelConfig, retopk: ReTopK, steps: int, pattern: Path | None
+    config: ModelConfig, retopk: ReTopK, steps: int, recordings: Sequence[Path]
 ) -> dict[str, tuple[AttentionMethod, Pattern | None]]:
     """Every row of a length by name: the method and its pattern of scans."""
     sizes = (steps, config.num_layers, config.num_heads, config.num_kv_heads)
@@ -162,8 +162,8 @@ def parts_of(
         "traced": path_patterns.traced(*sizes),
         "risk": path_patterns.risk(*sizes),
     }
-    if pattern is not None:
-        patterns["recorded"] = path_patterns.recorded(pattern, *sizes)
+    for path in recordings:
+        patterns[path.stem] = path_patterns.recorded(path, *sizes)
     return {
         "none": (NoAttention(), None),
         "exact": (ExactTopK(retopk.budget), None),
@@ -234,7 +234,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="also the time of every kernel, from the profiler"
     )
-    parser.add_argument("--pattern", type=Path, help="recorded scans, an .npz; see path_patterns")
+    parser.add_argument(
+        "--pattern",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="recorded scans, .npz; see path_patterns",
+    )
     args = parser.parse_args(argv)
     for name in ("steps", "calls"):
         check_integer(f"--{name}", getattr(args, name), minimum=1)

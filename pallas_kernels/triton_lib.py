@@ -22,15 +22,13 @@ warnings.filterwarnings(
 
 LAST = 2**31 - 1
 """Sorts after every token."""
-NOTHING = -(2**31) + 0x7FFFFF
-"""`order_key` of minus infinity; every finite score has a larger key."""
-INFINITE = 0x7F800000
-"""`order_key` of plus infinity."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Every score but minus infinity is at least that."""
 
 Array = jax.Array
 Ref = Any
-Count = Callable[[Array, Array], tuple[Array, Array]]
-"""Numbers of keys that are at least each of two probes."""
+Count = Callable[[Array], Array]
+"""Numbers of scores that are at least each of some probes, int32 and float32 ``[P]``."""
 
 
 def round_up(n: int) -> int:
@@ -135,7 +133,7 @@ def await_signals(ref: Ref, *indices: Any, least: Array | int, mask: Any = None)
 
 
 def acquire(ref: Ref, *indices: Any) -> None:
-    """Makes what other programs stored before they signalled visible to this one."""
+    """Makes what other programs stored before signals that this one has seen visible to it."""
     if not interpreted():
         plt.atomic_add(ref, indices, jnp.int32(0))
         barrier()
@@ -159,142 +157,121 @@ def finite_scores(dots: Array, scale: float, valid: Array) -> Array:
     return jnp.where(finite, jnp.where(scores == 0.0, 0.0, scores), -float("inf"))
 
 
-def largest_threshold(
-    count: Count,
-    low: Array,
-    count_low: Array,
-    high: Array,
-    budget: int,
-    spare: int = 0,
-    count_high: Array | int = 0,
-) -> tuple[Array, Array]:
-    """A key t that at least ``budget`` and at most ``budget + spare`` keys reach, if there is one.
+def probes_for(scores: int, warps: int) -> int:
+    """Probes that a round of `largest_threshold` counts at: a thread then holds 32 scores.
 
-    If ties leave none, the largest t that at least ``budget`` reach. A round counts at two probes
-    around where the budget should lie if scores were spread evenly between the bounds; every
-    fourth round halves the bracket of keys instead, so that it always ends.
+    Args:
+        scores: of a program, a power of two.
+        warps: of the program.
+    """
+    return max(2, min(8, 32 * 32 * warps // scores))
+
+
+def count_reaching(pieces: Sequence[Array], probes: Array, *, warps: int) -> Array:
+    """Numbers int32 of scores at or above each probe, in one exchange between threads.
+
+    A thread adds up what it holds of all pieces first, in sums that do not wait for each other:
+    there are as many lanes and probes as threads.
+
+    Args:
+        pieces: float32 ``[n]`` each, fewer than 2**24 together: float32 counts them, which takes a
+            GPU one instruction less than int32.
+        probes: float32 ``[P]``.
+        warps: of the program.
+    """
+    lanes = min(32 * warps // probes.shape[0], *(scores.shape[0] for scores in pieces))
+    hits = jnp.zeros((lanes, probes.shape[0]), jnp.float32)
+    for scores in pieces:
+        each = scores.shape[0] // lanes
+        sums = min(4, each)
+        reach = scores.reshape(sums, each // sums, lanes)[..., None] >= probes[None, None, None]
+        hits += jnp.sum(jnp.sum(jnp.where(reach, 1.0, 0.0), axis=1), axis=0)
+    return jnp.sum(hits, axis=0).astype(jnp.int32)
+
+
+def largest_threshold(
+    count: Count, lowest: Array, valid: Array, highest: Array, budget: int, spare: int, probes: int
+) -> tuple[Array, Array]:
+    """A score t that at least ``budget`` and at most ``budget + spare`` reach, if there is one.
+
+    If ties leave none, the largest t that at least ``budget`` reach. A round counts at probes that
+    divide the bracket evenly, or in every fourth round evenly by `order_key`, so that it ends
+    whatever the scores.
 
     Args:
         count: see `Count`.
-        low: a key that at least ``budget`` keys reach, or that all reach.
-        count_low: number of keys that reach ``low``.
-        high: a key that none reaches, or fewer than ``budget``.
+        lowest: float32, the lowest of the scores, or below it.
+        valid: number of scores.
+        highest: float32, the highest score.
         budget: K.
         spare: how many more than K may reach t.
-        count_high: number of keys that reach ``high``.
+        probes: of a round, a power of two.
 
     Returns:
-        t and the number of keys that reach it; below ``budget`` only if all keys together are.
+        t and the number of scores that reach it; below ``budget`` only if all together are.
     """
+    part = lax.iota(jnp.int32, probes) + 1
+    halvings = probes.bit_length() - 1
 
     def unfinished(carry: tuple[Array, ...]) -> Array:
-        low, count_low, high, _, _ = carry
-        return (count_low > budget + spare) & (low + 1 < high)
+        low, reached, high, _ = carry
+        return (reached > budget + spare) & (low + 1 < high)
 
     def narrow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        low, count_low, high, count_high, turn = carry
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        below, span = key_score(low), key_score(high) - key_score(low)
-        inside = (count_low - count_high).astype(jnp.float32)
-        share = ((count_low - budget).astype(jnp.float32) - (0.5 * spare - 0.5)) / inside
-        margin = 0.5 * lax.rsqrt(inside)
-        first = order_key(below + span * (share - margin))
-        second = order_key(below + span * (share + margin))
-        even = turn % 4 == 3
-        first = jnp.clip(jnp.where(even, middle, first), low + 1, high - 1)
-        second = jnp.maximum(jnp.clip(jnp.where(even, middle, second), low + 1, high - 1), first)
-        count_first, count_second = count(first, second)
-        up, between = count_second >= budget, count_first >= budget
+        low, reached, high, turn = carry
+        below = key_score(low)
+        step = (key_score(high) - below) * (1.0 / (probes + 1))
+        by_score = order_key(below + step * part.astype(jnp.float32))
+        by_key = low + ((high >> halvings) - (low >> halvings)) * part
+        probe = jnp.clip(jnp.where(turn % 4 == 3, by_key, by_score), low + 1, high - 1)
+        counts = count(key_score(probe))
+        enough = counts >= budget
         return (
-            jnp.where(up, second, jnp.where(between, first, low)),
-            jnp.where(up, count_second, jnp.where(between, count_first, count_low)),
-            jnp.where(up, high, jnp.where(between, second, first)),
-            jnp.where(up, count_high, jnp.where(between, count_second, count_first)),
+            jnp.max(jnp.where(enough, probe, low)),
+            jnp.min(jnp.where(enough, counts, reached)),
+            jnp.min(jnp.where(enough, high, probe)),
             turn + 1,
         )
 
-    carry = (low, count_low, high, jnp.asarray(count_high, jnp.int32), jnp.int32(0))
-    low, count_low, _, _, _ = lax.while_loop(unfinished, narrow, carry)
-    return low, count_low
-
-
-def threshold_within(
-    count: Count,
-    low: Array,
-    valid: Array,
-    highest: Array,
-    infinite: Array,
-    budget: int,
-    spare: int = 0,
-) -> tuple[Array, Array]:
-    """`largest_threshold` of keys of which some may be `INFINITE`: those have no place on a line.
-
-    Args:
-        count: see `largest_threshold`.
-        low: the smallest key above `NOTHING`, or a key below it that is.
-        valid: number of keys that reach ``low``.
-        highest: the largest key below `INFINITE`.
-        infinite: number of keys that are `INFINITE`.
-        budget: K.
-        spare: see `largest_threshold`.
-    """
-    enough = infinite >= budget
-    return largest_threshold(
-        count,
-        jnp.where(enough, INFINITE, low),
-        jnp.where(enough, infinite, valid),
-        jnp.where(enough, INFINITE + 1, highest + 1),
-        budget,
-        spare,
-        jnp.where(enough, 0, infinite),
-    )
-
-
-def count_pair(keys: Array, first: Array, second: Array) -> tuple[Array, Array]:
-    """Numbers of keys at or above two probes, in one reduction (of fewer than 2**15 keys)."""
-    hits = jnp.where(keys >= first, 1, 0) + jnp.where(keys >= second, 1 << 16, 0)
-    packed = jnp.sum(hits)
-    return packed & 0xFFFF, packed >> 16
+    start = (order_key(lowest), valid, order_key(highest) + 1, jnp.int32(0))
+    low, reached, _, _ = lax.while_loop(unfinished, narrow, start)
+    return key_score(low), reached
 
 
 def threshold_of(
-    pieces: Sequence[Array], budget: int, spare: int = 0, *, finite: bool = False
+    pieces: Sequence[Array], budget: int, *, warps: int, spare: int = 0
 ) -> tuple[Array, Array]:
-    """`largest_threshold` of the keys above `NOTHING` in all pieces (of fewer than 2**15 keys).
+    """`largest_threshold` of the scores above minus infinity in all pieces.
 
     Args:
-        pieces: keys.
+        pieces: float32 ``[n]`` each.
         budget: K.
+        warps: of the program.
         spare: see `largest_threshold`.
-        finite: whether no key is `INFINITE`.
     """
-    lowest, highest = jnp.int32(LAST), jnp.int32(NOTHING)
-    valid, infinite = jnp.int32(0), jnp.int32(0)
-    for keys in pieces:
-        lowest = jnp.minimum(lowest, jnp.min(jnp.where(keys > NOTHING, keys, LAST)))
-        bounded = keys if finite else jnp.where(keys < INFINITE, keys, NOTHING)
-        highest = jnp.maximum(highest, jnp.max(bounded))
-        hits = jnp.where(keys > NOTHING, 1, 0)
-        if not finite:
-            hits += jnp.where(keys == INFINITE, 1 << 16, 0)
-        packed = jnp.sum(hits)
-        valid, infinite = valid + (packed & 0xFFFF), infinite + (packed >> 16)
-
-    def count(first: Array, second: Array) -> tuple[Array, Array]:
-        one, two = jnp.int32(0), jnp.int32(0)
-        for keys in pieces:
-            here, there = count_pair(keys, first, second)
-            one, two = one + here, two + there
-        return one, two
-
-    return threshold_within(count, lowest, valid, highest, infinite, budget, spare)
+    lowest, highest = jnp.float32(float("inf")), jnp.float32(-float("inf"))
+    valid = jnp.int32(0)
+    for scores in pieces:
+        there = scores > -float("inf")
+        lowest = jnp.minimum(lowest, jnp.min(jnp.where(there, scores, float("inf"))))
+        highest = jnp.maximum(highest, jnp.max(scores))
+        valid += jnp.sum(jnp.where(there, 1, 0))
+    return largest_threshold(
+        lambda probes: count_reaching(pieces, probes, warps=warps),
+        lowest,
+        valid,
+        highest,
+        budget,
+        spare,
+        probes_for(max(scores.shape[0] for scores in pieces), warps),
+    )
 
 
 class Picked(NamedTuple):
-    """The best of some keys.
+    """The best of some scores.
 
     Attributes:
-        places: by piece, the position of every picked key among the picked, else −1.
+        places: by piece, the position of every picked score among the picked, else −1.
         number: how many.
     """
 
@@ -302,32 +279,32 @@ class Picked(NamedTuple):
     number: Array
 
 
-def pick(pieces: Sequence[Array], budget: int, *, finite: bool = False) -> Picked:
-    """Exact top-``budget`` of int32 keys, never `NOTHING`; ties to the earlier position.
+def pick(pieces: Sequence[Array], budget: int, *, warps: int) -> Picked:
+    """Exact top-``budget`` of scores, never minus infinity; ties to the earlier position.
 
     Args:
-        pieces: keys ``[n]``, each piece after the one before it.
+        pieces: float32 ``[n]``, each piece after the one before it; no NaN, no negative zero.
         budget: K.
-        finite: whether no key is `INFINITE`.
+        warps: of the program.
     """
-    threshold, reached = threshold_of(pieces, budget, finite=finite)
+    threshold, reached = threshold_of(pieces, budget, warps=warps)
 
     def break_ties() -> list[Array]:
         room = jnp.int32(budget)
-        for keys in pieces:
-            room -= jnp.sum(jnp.where(keys > threshold, 1, 0))
+        for scores in pieces:
+            room -= jnp.sum(jnp.where(scores > threshold, 1, 0))
         masks = []
-        for keys in pieces:
-            tied = jnp.where(keys == threshold, 1, 0)
+        for scores in pieces:
+            tied = jnp.where(scores == threshold, 1, 0)
             first = (tied > 0) & (jnp.cumsum(tied) <= room)
-            masks.append(((keys > threshold) | first).astype(jnp.int32))
+            masks.append(((scores > threshold) | first).astype(jnp.int32))
             room -= jnp.sum(tied)
         return masks
 
     masks = lax.cond(
         reached > budget,
         break_ties,
-        lambda: [jnp.where(keys >= threshold, 1, 0) for keys in pieces],
+        lambda: [jnp.where(scores >= threshold, 1, 0) for scores in pieces],
     )
     number = jnp.minimum(reached, budget)
     places, start = [], jnp.int32(0)

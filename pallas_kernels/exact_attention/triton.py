@@ -39,7 +39,7 @@ def exact_attention(
     visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
     flat_keys = keys.reshape(batch * groups, stored, dim)
     scores, highest = run_scan(q.reshape(rows, dim), flat_keys, visible, scan)
-    bounds = run_bound(highest, visible, scan, budget, finite=True)
+    bounds = run_bound(highest, visible, scan, budget)
     tokens, counts = run_filter(scores, bounds, visible, scan)
 
     def finish(
@@ -58,9 +58,7 @@ def exact_attention(
 
         @pl.when(lengths_ref[row] > 0)
         def _() -> None:
-            select_listed(
-                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to, finite=True
-            )
+            select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to)
 
         @pl.when(lengths_ref[row] <= 0)
         def _() -> None:

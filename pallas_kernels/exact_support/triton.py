@@ -18,28 +18,31 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.select.triton import Destination, Listing, write_picked
 from pallas_kernels.triton_lib import (
-    INFINITE,
     LAST,
-    NOTHING,
+    LOWEST,
     Array,
     Ref,
     barrier,
     call,
     check,
-    count_pair,
+    count_reaching,
     finite_scores,
+    largest_threshold,
     load_at,
-    order_key,
+    probes_for,
     round_up,
     store_at,
     threshold_of,
-    threshold_within,
 )
 
-_FILTERED = 1024
+_FILTERED = 4096
 """Scores that a program of the filter holds."""
+_STRETCH = 16 * _FILTERED
+"""Scores that a program of the filter reads at most."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
+_SCANS = 1024
+"""Programs of the scan that fill a GPU."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
 _BOUNDED = 8192
@@ -52,8 +55,11 @@ def sets_of(budget: int) -> int:
 
 
 def _stretch(rows: int, stored: int) -> int:
-    """Keys that a program of the filter reads."""
-    return max(min(1024, _FILTERED), round_up(-(-stored // max(4, _FILTERS // rows))))
+    """Keys that a program of the filter reads: a power of two, or as many times `_FILTERED`."""
+    stretch = -(-stored // max(4, _FILTERS // rows))
+    if stretch <= _FILTERED:
+        return max(min(1024, _FILTERED), round_up(stretch))
+    return min(_STRETCH, -(-stretch // _FILTERED) * _FILTERED)
 
 
 class Scan(NamedTuple):
@@ -98,7 +104,10 @@ class Scan(NamedTuple):
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
         tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
-        tiles = max(1, min(16, groups * stored // (tile * 1024)))
+        tiles = groups * stored // (tile * _SCANS)
+        if tiles > 16:  # twice as many programs: their ends are a smaller part of their time
+            tiles = max(16, tiles // 2)
+        tiles = max(1, min(tiles, stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)
         return split._replace(tiles=tiles, warps=4 if each <= 16 else 8, stages=3)
@@ -134,6 +143,10 @@ class Scan(NamedTuple):
     def reach(self) -> int:
         """Keys from a tile of a program to its next; as many largest scores has a query."""
         return self.programs * self.tile
+
+    def used(self, length: Array) -> Array:
+        """Programs that scan for a query of some length; their largest scores are known."""
+        return jnp.minimum((length + (self.tile - 1)) // self.tile, self.programs)
 
     def outputs(self, rows: int, stored: int) -> list[jax.ShapeDtypeStruct]:
         """What `scan_keys` writes: scores, and the largest of keys `reach` apart."""
@@ -237,15 +250,23 @@ def scan_keys(
 def find_bound(
     highest_ref: Ref,  # [BH, reach]
     row: Array,
-    length: Array,
+    programs: Array,
     split: Scan,
     budget: int,
     *,
-    finite: bool,
+    warps: int,
 ) -> Array:
-    """Key (see `order_key`) that at least K and not many more keys of one query reach, a scalar.
+    """Score that at least K and not many more keys of one query reach, a scalar.
 
-    Above `NOTHING` if fewer than K keys have a score.
+    `LOWEST` if fewer than K sets have a score.
+
+    Args:
+        highest_ref: largest scores.
+        row: of the query.
+        programs: first programs of the scan, whose largest scores are taken.
+        split: of the scan.
+        budget: K.
+        warps: of the program.
     """
     turns = -(-split.reach // split.sets)
     together = min(round_up(turns), max(1, _BOUNDED // split.sets))
@@ -253,16 +274,15 @@ def find_bound(
 
     def add(i: Array, highest: Array) -> Array:
         at = ((i * together + part) * split.sets)[:, None] + place[None, :]
-        known = (at < split.reach) & (at - at % split.tile < length)
+        known = at < programs * split.tile
         read = load_at(highest_ref, row, at, mask=known, other=-float("inf"))
         return jnp.maximum(highest, jnp.max(read, axis=0))
 
     none = jnp.full(place.shape, -float("inf"), jnp.float32)
     highest = lax.fori_loop(0, -(-turns // together), add, none)
-    bound, reached = threshold_of(
-        [order_key(highest)], budget, spare=max(1, budget // 4), finite=finite
-    )
-    return jnp.where(reached < budget, NOTHING + 1, bound)
+    spare = max(1, budget // 4)
+    bound, reached = threshold_of([highest], budget, warps=warps, spare=spare)
+    return jnp.where(reached < budget, LOWEST, bound)
 
 
 def filter_keys(
@@ -288,7 +308,7 @@ def filter_keys(
         def keep(i: Array, kept: Array) -> Array:
             token = start + i * size + lax.iota(jnp.int32, size)
             score = load_at(all_scores_ref, row, token, mask=token < length, other=-float("inf"))
-            reach = order_key(score) >= bound
+            reach = score >= bound
             ones = jnp.where(reach, 1, 0)
             place = start + kept + jnp.cumsum(ones) - 1
             store_at(tokens_ref, token, row, place, mask=reach)
@@ -305,8 +325,6 @@ def select_listed(
     row: Array,
     split: Scan,
     to: Destination,
-    *,
-    finite: bool,
 ) -> None:
     """Exact top-K of one query among the keys that `filter_keys` listed."""
     budget, size = to.budget, split.kept
@@ -337,39 +355,39 @@ def select_listed(
 
     @pl.when(listed <= size)
     def _() -> None:
-        write_picked([load(0)], to, finite=finite)
+        write_picked([load(0)], to, warps=SELECT_WARPS)
 
     @pl.when(listed > size)
     def _() -> None:
         parts = (listed + (size - 1)) // size
 
-        def count(first: Array, second: Array) -> tuple[Array, Array]:
-            def add(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-                one, two = count_pair(order_key(load(i).scores), first, second)
-                return counts[0] + one, counts[1] + two
+        def count(probes: Array) -> Array:
+            def add(i: Array, counts: Array) -> Array:
+                return counts + count_reaching([load(i).scores], probes, warps=SELECT_WARPS)
 
-            return lax.fori_loop(0, parts, add, (jnp.int32(0), jnp.int32(0)))
+            return lax.fori_loop(0, parts, add, jnp.zeros(probes.shape, jnp.int32))
 
         def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            key = order_key(load(i).scores)
-            lowest = jnp.min(jnp.where(key > NOTHING, key, LAST))
-            highest = jnp.max(jnp.where(key < INFINITE, key, NOTHING))
-            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], highest)
+            score = load(i).scores
+            lowest = jnp.min(jnp.where(score > -float("inf"), score, float("inf")))
+            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], jnp.max(score))
 
-        low, highest = lax.fori_loop(0, parts, widen, (jnp.int32(LAST), jnp.int32(NOTHING)))
-        infinite = jnp.int32(0)
-        if not finite:
-            infinite, _ = count(jnp.int32(INFINITE), jnp.int32(INFINITE))
-        threshold, reached = threshold_within(count, low, listed, highest, infinite, budget)
-        above, _ = count(threshold + 1, threshold + 1)
+        none = (jnp.float32(float("inf")), jnp.float32(-float("inf")))
+        lowest, highest = lax.fori_loop(0, parts, widen, none)
+        probes = probes_for(size, SELECT_WARPS)
+        threshold, reached = largest_threshold(count, lowest, listed, highest, budget, 0, probes)
+
+        def add_above(i: Array, above: Array) -> Array:
+            return above + jnp.sum(jnp.where(load(i).scores > threshold, 1, 0))
+
+        above = lax.fori_loop(0, parts, add_above, jnp.int32(0))
         room = jnp.where(reached > budget, budget - above, LAST)
 
         def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             written, ties = carry
             part = load(i)
-            key = order_key(part.scores)
-            tied = jnp.where(key == threshold, 1, 0)
-            mask = (key > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
+            tied = jnp.where(part.scores == threshold, 1, 0)
+            mask = (part.scores > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
             ones = jnp.where(mask, 1, 0)
             to.put(written + jnp.cumsum(ones) - 1, part.tokens, part.scores, mask)
             return written + jnp.sum(ones), ties + jnp.sum(tied)
@@ -412,10 +430,8 @@ def run_scan(
     )(q, keys, lengths)
 
 
-def run_bound(
-    highest: jax.Array, lengths: jax.Array, split: Scan, budget: int, *, finite: bool
-) -> jax.Array:
-    """Bounds int32 ``[BH]`` as `find_bound` gives them; undefined for length 0."""
+def run_bound(highest: jax.Array, lengths: jax.Array, split: Scan, budget: int) -> jax.Array:
+    """Bounds float32 ``[BH]`` as `find_bound` gives them; undefined for length 0."""
     rows = lengths.shape[0]
 
     def kernel(
@@ -428,13 +444,15 @@ def run_bound(
 
         @pl.when(length > 0)
         def _() -> None:
-            bounds_ref[row] = find_bound(highest_ref, row, length, split, budget, finite=finite)
+            bounds_ref[row] = find_bound(
+                highest_ref, row, split.used(length), split, budget, warps=BOUND_WARPS
+            )
 
     (bounds,) = call(
         kernel,
         name="exact_bound",
         grid=(rows,),
-        outputs=[jax.ShapeDtypeStruct((rows,), jnp.int32)],
+        outputs=[jax.ShapeDtypeStruct((rows,), jnp.float32)],
         warps=BOUND_WARPS,
     )(highest, lengths)
     return bounds
@@ -473,8 +491,6 @@ def run_select(
     lengths: jax.Array,
     split: Scan,
     budget: int,
-    *,
-    finite: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Support and scores ``[BH, K]``, as `select_listed` writes them; none for length 0."""
     rows = lengths.shape[0]
@@ -493,9 +509,7 @@ def run_select(
 
         @pl.when(lengths_ref[row] > 0)
         def _() -> None:
-            select_listed(
-                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, split, to, finite=finite
-            )
+            select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, split, to)
 
         @pl.when(lengths_ref[row] <= 0)
         def _() -> None:
@@ -533,9 +547,9 @@ def exact_rows(
     groups, stored, _ = keys.shape
     split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
     scores, highest = run_scan(q, keys, lengths, split)
-    bounds = run_bound(highest, lengths, split, budget, finite=True)
+    bounds = run_bound(highest, lengths, split, budget)
     tokens, counts = run_filter(scores, bounds, lengths, split)
-    return run_select(scores, tokens, counts, lengths, split, budget, finite=True)
+    return run_select(scores, tokens, counts, lengths, split, budget)
 
 
 def exact_support(

@@ -76,6 +76,7 @@ def retopk_step(
         window=window,
     )
     pieces, attends = splits(rows, dim), at_once(rows)
+    keeps = pieces if attends else 0  # the program of a head that counts and pushes its query
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
@@ -108,57 +109,55 @@ def retopk_step(
         row, split = pl.program_id(0), pl.program_id(1)
         reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
         slot = pushed_ref[row // heads] % capacity
-        # All that the end needs is read here, and so are the slots, also for a head that scans:
-        # nothing has to be waited for twice.
+        # The slots are read also for a head that scans: nothing has to be waited for twice.
         candidate_slots = load_slots(ids_ref, candidate_scores_ref, row)
-        d, kind = lax.iota(jnp.int32, round_up(dim)), lax.iota(jnp.int32, 4)
-        qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
-        path, total = path_ref[row], total_ref[row]
-        paths = load_at(paths_ref, row, kind, mask=kind < 3, other=0)
         to = Destination(support_ref, scores_ref, row, new_supports_ref, slot)
 
-        @pl.when(split == pieces - 1)
+        @pl.when(split == keeps)
         def _() -> None:
+            d, kind = lax.iota(jnp.int32, round_up(dim)), lax.iota(jnp.int32, 4)
+            qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
+            path, total = path_ref[row], total_ref[row]
+            paths = load_at(paths_ref, row, kind, mask=kind < 3, other=0)
             unique = jnp.int32(0)
             for piece in candidate_slots:
                 unique += jnp.sum(jnp.where(piece.tokens >= 0, 1, 0))
             unique = jnp.where(reuse_length > 0, unique, 0)
             unique_ref[row] = unique
             new_total_ref[row] = total + unique
-
-        @pl.when(reuse_length > 0)
-        def _() -> None:
-            write_picked(candidate_slots, to, finite=True)
-
-        @pl.when(scan_length > 0)
-        def _() -> None:
-            select_listed(
-                all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to, finite=True
-            )
-
-        @pl.when(reuse_length + scan_length <= 0)
-        def _() -> None:
-            Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
-
-        if attends:
-            barrier()
-            attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
-
-        @pl.when((reuse_length + scan_length > 0) & (split == 0))
-        def _() -> None:
-            store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
-            counted = paths + jnp.where(kind == path, 1, 0)
-            store_at(new_paths_ref, counted, row, kind, mask=kind < 3)
-
-        @pl.when(split == 0)
-        def _() -> None:
             signals_ref[row, 0] = 0
             signals_ref[row, 1] = 0
+
+            @pl.when(reuse_length + scan_length > 0)
+            def _() -> None:
+                store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
+                counted = paths + jnp.where(kind == path, 1, 0)
+                store_at(new_paths_ref, counted, row, kind, mask=kind < 3)
+
+        @pl.when(split < pieces)
+        def _() -> None:
+            @pl.when(reuse_length > 0)
+            def _() -> None:
+                write_picked(candidate_slots, to, warps=SELECT_WARPS)
+
+            @pl.when(scan_length > 0)
+            def _() -> None:
+                select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to)
+
+            @pl.when(reuse_length + scan_length <= 0)
+            def _() -> None:
+                Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
+
+            if attends:
+                barrier()
+                attend_support(
+                    support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces
+                )
 
     queries, supports, paths, total, signals, out, support, unique, scores, _ = call(
         finish,
         name="retopk_finish",
-        grid=(rows, pieces),
+        grid=(rows, pieces + 1 if attends else 1),
         outputs=[
             jax.ShapeDtypeStruct(inputs.queries.shape, inputs.queries.dtype),
             jax.ShapeDtypeStruct(inputs.supports.shape, jnp.int32),

@@ -37,6 +37,8 @@ from pallas_kernels.triton_lib import (
     store_at,
 )
 
+_EARLY = 1 << 16
+"""What a program adds to the signal of its group that has scanned early; a later one adds one."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
 """What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
 
@@ -72,7 +74,7 @@ class Found(NamedTuple):
 
     Attributes:
         signals: int32 ``[BH, 2]``, zeros before: what is known of a head, `_SCANS` or what follows;
-            and, at the first head of a group, the programs that have scanned.
+            and, at the first head of a group, the programs that have scanned, see `_EARLY`.
         qbar: ``[BH, D]``.
         rho_max: float32 ``[BH]``.
         path: int32 ``[BH]``.
@@ -83,7 +85,7 @@ class Found(NamedTuple):
         candidate_scores: float32 ``[BH, N]``.
         scores: float32 ``[BH, S]``, of heads that scan.
         highest: float32 ``[BH, reach]``.
-        bounds: int32 ``[BH]``.
+        bounds: float32 ``[BH]``.
         tokens: int32 ``[BH, P * stretch]``, keys that may be among the K best.
         counts: int32 ``[BH, P]``.
     """
@@ -193,6 +195,10 @@ def _search_at_once(
     first_bound = first_scan + groups * scan.programs
     first_filter = first_bound + rows
 
+    def early(used: Array) -> Array:
+        """Of the scanning programs of a group, those from whose scores its bounds are found."""
+        return used - used // 4
+
     def kernel(*refs: Ref) -> None:
         given, found = Inputs(*refs[:9]), Found(*refs[10:])
         program = pl.program_id(0)
@@ -245,7 +251,8 @@ def _search_at_once(
 
                 @pl.when(jnp.max(lengths) > 0)
                 def _() -> None:
-                    signal(found.signals, group * each, 1)
+                    is_early = (part < early(scan.used(length))).astype(jnp.int32)
+                    signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
 
         @pl.when((program >= first_bound) & (program < first_filter))
         def _() -> None:
@@ -255,14 +262,14 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                used = divide(length + (scan.tile - 1), scan.tile)[0]
-                expected = jnp.minimum(used, scan.programs)
+                programs = early(scan.used(length))
+                expected = programs * _EARLY
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
                 @pl.when(scanned >= expected)  # always; without it nothing would be waited for
                 def _() -> None:
                     acquire(found.signals, first, 1)
-                    bound = find_bound(found.highest, row, length, scan, budget, finite=True)
+                    bound = find_bound(found.highest, row, programs, scan, budget, warps=WARPS)
                     found.bounds[row] = bound
                     signal(found.signals, row, 0, amount=_BOUNDED - _SCANS)
 
@@ -273,11 +280,18 @@ def _search_at_once(
 
             @pl.when(await_signals(found.signals, row, 0, least=_BOUNDED) < _REUSES)
             def _() -> None:
-                acquire(found.signals, row, 0)
-                bound = found.bounds[row]
-                filter_keys(
-                    found.scores, found.tokens, found.counts, row, part, length, bound, scan
-                )
+                first = divide(row, each)[0] * each
+                used = scan.used(length)
+                expected = early(used) * _EARLY + used - early(used)
+                scanned = await_signals(found.signals, first, 1, least=expected)
+
+                @pl.when(scanned >= expected)  # always, as above
+                def _() -> None:
+                    acquire(found.signals, first, 1)
+                    bound = found.bounds[row]
+                    filter_keys(
+                        found.scores, found.tokens, found.counts, row, part, length, bound, scan
+                    )
 
     outputs = call(
         kernel,
@@ -288,7 +302,7 @@ def _search_at_once(
             *_path_outputs(inputs),
             *_candidate_outputs(rows, entries * budget + window),
             *scan.outputs(rows, stored),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
             *scan.lists(rows),
         ],
         warps=WARPS,
@@ -357,7 +371,7 @@ def _search_in_turn(
         warps=WARPS,
     )(inputs.q, inputs.keys, inputs.supports, slots, reuse_length)
     scores, highest = run_scan(inputs.q, inputs.keys, scan_length, scan)
-    bounds = run_bound(highest, scan_length, scan, budget, finite=True)
+    bounds = run_bound(highest, scan_length, scan, budget)
     tokens, counts = run_filter(scores, bounds, scan_length, scan)
     return Found(
         signals,

@@ -14,7 +14,6 @@ from pallas_kernels.triton_lib import (
     call,
     check,
     load_at,
-    order_key,
     pick,
     round_up,
     store_at,
@@ -74,16 +73,15 @@ class Destination(NamedTuple):
             self.put(k, tokens, jnp.full(k.shape, -float("inf"), jnp.float32), empty)
 
 
-def write_picked(pieces: Sequence[Listing], to: Destination, *, finite: bool = False) -> None:
+def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> None:
     """Writes the support of one head.
 
     Args:
         pieces: each with higher tokens than the one before it.
         to: where.
-        finite: whether no score is plus infinity.
+        warps: of the program.
     """
-    keys = [order_key(piece.scores) for piece in pieces]
-    picked = pick(keys, to.budget, finite=finite)
+    picked = pick([piece.scores for piece in pieces], to.budget, warps=warps)
     for piece, place in zip(pieces, picked.places, strict=True):
         to.put(place, piece.tokens, piece.scores, place >= 0)
     to.pad(picked.number)
@@ -100,7 +98,7 @@ def load_slots(ids_ref: Ref, candidate_scores_ref: Ref, row: Array) -> list[List
     total = ids_ref.shape[1]
     whole = round_up(total)
     most = whole if whole == total else whole // 2
-    rest = round_up(total - most) if total > most else 0
+    rest = max(64, round_up(total - most)) if total > most else 0
     pieces, start = [], 0
     for size in (whole,) if most + rest >= whole else (most, rest):
         slot = start + lax.iota(jnp.int32, size)
@@ -130,7 +128,7 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
     """See `pallas_kernels.select.select`."""
     batch, heads, total = ids.shape
     check(round_up(total) < 2**15, "up to 16,384 candidate slots")
-    rows = batch * heads
+    rows, warps = batch * heads, select_warps(total)
 
     def kernel(
         ids_ref: Ref,  # [BH, N]
@@ -140,7 +138,7 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
     ) -> None:
         row = pl.program_id(0)
         pieces = load_slots(ids_ref, candidate_scores_ref, row)
-        write_picked(pieces, Destination(support_ref, scores_ref, row))
+        write_picked(pieces, Destination(support_ref, scores_ref, row), warps=warps)
 
     run = call(
         kernel,
@@ -150,7 +148,7 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
         ],
-        warps=select_warps(total),
+        warps=warps,
     )
     support, kept = run(ids.reshape(rows, total), scores.reshape(rows, total))
     return support.reshape(batch, heads, budget), kept.reshape(batch, heads, budget)

@@ -22,6 +22,7 @@ _TILE = 4096
 
 def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
     rows, stored = scores.shape
+    warps = select_warps(stored)
 
     def kernel(
         all_scores_ref: Ref,  # [BH, S]
@@ -31,7 +32,8 @@ def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
         row = pl.program_id(0)
         token = lax.iota(jnp.int32, round_up(stored))
         score = load_at(all_scores_ref, row, token, mask=token < stored, other=-float("inf"))
-        write_picked([Listing(token, score)], Destination(support_ref, scores_ref, row))
+        to = Destination(support_ref, scores_ref, row)
+        write_picked([Listing(token, score)], to, warps=warps)
 
     support, kept = call(
         kernel,
@@ -41,7 +43,7 @@ def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
         ],
-        warps=select_warps(stored),
+        warps=warps,
     )(scores)
     return support, kept
 
@@ -84,7 +86,7 @@ def top_k(scores: jax.Array, *, budget: int) -> tuple[jax.Array, jax.Array]:
         split = Scan.of_scores(rows, stored, budget, sets, -(-stored // tile))
         lengths = jnp.full((rows,), stored, jnp.int32)
         highest = _largest(flat, tile, sets)
-        bounds = run_bound(highest, lengths, split, budget, finite=False)
+        bounds = run_bound(highest, lengths, split, budget)
         tokens, counts = run_filter(flat, bounds, lengths, split)
-        support, kept = run_select(flat, tokens, counts, lengths, split, budget, finite=False)
+        support, kept = run_select(flat, tokens, counts, lengths, split, budget)
     return support.reshape(batch, heads, budget), kept.reshape(batch, heads, budget)

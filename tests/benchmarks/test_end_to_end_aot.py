@@ -29,7 +29,7 @@ def kernels_of_a_layer(part: str) -> int:
         shape = replace(SHAPES["qwen2.5-7b"], num_layers=layers)
         mesh = aot.mesh_for("sm_90", (1, 1, 1), AXES)
         decoder = shard_decoder(TransformerDecoder(shape, jnp.dtype("bfloat16")), mesh)
-        method = parts_of(decoder.config, ReTopK(), 32, None)[part][0]
+        method = parts_of(decoder.config, ReTopK(), 32, ())[part][0]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = compile_steps(
                 decoder, method, decoder.abstract_params, Sizes(8192, 128, layers), calls=3
@@ -53,7 +53,7 @@ def test_steps_copy_no_cache_and_no_weights(ways: tuple[int, int, int], part: st
     shape = replace(SHAPES["qwen2.5-7b"], num_layers=LAYERS)
     mesh = aot.mesh_for("sm_90", ways, AXES)
     decoder = shard_decoder(TransformerDecoder(shape, jnp.dtype("bfloat16")), mesh)
-    method = parts_of(decoder.config, ReTopK(), 32, None)[part][0]
+    method = parts_of(decoder.config, ReTopK(), 32, ())[part][0]
     sizes = Sizes(SLOTS, 128, LAYERS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = compile_steps(decoder, method, decoder.abstract_params, sizes, calls=3)

@@ -214,10 +214,26 @@ def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
     apart = np.pad(smooth, ((0, 0), (0, turns * split.reach - stored)), constant_values=-np.inf)
     highest = jnp.asarray(apart.reshape(2, turns, split.reach).max(axis=1))
     lengths = jnp.full((2,), stored, jnp.int32)
-    bounds = triton.run_bound(highest, lengths, split, budget, finite=True)
-    reaching = np.sum(smooth >= np.asarray(triton_lib.key_score(bounds))[:, None], axis=1)
+    bounds = triton.run_bound(highest, lengths, split, budget)
+    reaching = np.sum(smooth >= np.asarray(bounds)[:, None], axis=1)
     assert np.all(reaching >= budget)
     assert np.all(reaching <= split.kept)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 64, 512])
+@pytest.mark.parametrize("stored", [600, 4096, 131072, 5242880])
+@pytest.mark.parametrize("budget", [64, 512, 2048])
+def test_scan_is_split_for_a_tight_bound_and_a_full_gpu(
+    groups: int, stored: int, budget: int
+) -> None:
+    from pallas_kernels.exact_support import triton
+
+    split = triton.Scan.of(groups, 7, stored, 128, jnp.dtype(jnp.bfloat16), budget)
+    assert split.reach * split.tiles >= stored
+    assert split.stretches * split.stretch >= stored
+    assert split.reach >= min(stored, triton.sets_of(budget))
+    assert split.tiles == 1 or groups * split.programs >= 1024
+    assert split.programs <= max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
@@ -252,7 +268,7 @@ def test_threshold_of_any_scores(budget: int, spread: float) -> None:
     scores = (rng.standard_normal(64) ** 3 * spread).astype(np.float32)
     scores[rng.integers(0, 64, 8)] = -math.inf
     scores[10:14] = scores[20]
-    picked = jax.jit(lambda s: triton_lib.pick([triton_lib.order_key(s)], budget))(scores)
+    picked = jax.jit(lambda s: triton_lib.pick([s], budget, warps=4))(scores)
     order = np.lexsort((np.arange(64), -scores))
     best = sorted(i for i in order[:budget] if scores[i] > -math.inf)
     assert np.flatnonzero(np.asarray(picked.places[0]) >= 0).tolist() == best
