@@ -93,9 +93,10 @@ def perplexity_section(results: Sequence[Result]) -> Section:
 
 
 def niah_section(results: Sequence[Result]) -> Section:
-    """Table 1, NIAH."""
+    """Table 1, NIAH; results that set variants of ReTopK against each other have their own."""
     tables, images, remarks = [], [], []
-    for key, rows in _grouped(results).items():
+    variants = [result for result in results if _of_variants(result)]
+    for key, rows in _grouped([one for one in results if not _of_variants(one)]).items():
         lengths = sorted({row["length"] for row in rows})
         tasks = list(dict.fromkeys(row["task"] for row in rows))
         table_rows, means = [], {}
@@ -119,13 +120,12 @@ def niah_section(results: Sequence[Result]) -> Section:
         tables.append(Table(caption, ["method", "K", *(f"{n:,}" for n in lengths)], table_rows))
         for (name, budget, length), mean in means.items():
             ours = means.get(("retopk", budget, length))
-            if name.startswith("retopk"):
-                continue
-            if ours is not None and name not in ("full", "exact") and mean > ours:
+            if ours is not None and name not in ("full", "exact", "retopk") and mean > ours:
                 remarks.append(
                     f"{title(name)} finds more than ReTopK at K={budget}, {length:,} tokens: "
                     f"{mean:.1f} against {ours:.1f}."
                 )
+    tables += [_variants_table(result) for result in variants]
     for result in results:
         images += result.get("plots", [])
     return Section(
@@ -249,7 +249,7 @@ def policy_section(results: Sequence[Result]) -> Section:
     for result in results:
         for row in result["rows"]:
             images += row.get("plots", [])
-    for key, rows in _grouped(results).items():
+        documents = f"{_key(result)}, {result['rows'][0]['documents']} documents"
         cells = [
             [
                 row["label"].rpartition(" K=")[0] or row["method"],
@@ -261,10 +261,22 @@ def policy_section(results: Sequence[Result]) -> Section:
                 _change(row.get("against_exact")),
                 _change(row.get("against_tau")),
             ]
-            for row in rows
+            for row in result["rows"]
         ]
         head = ["policy", "K", "length", "groups", "heads", "PPL", "over Exact", "over tau=.85"]
-        tables.append(Table(f"{key}: KV groups scanned, and what that costs", head, cells))
+        tables.append(Table(f"{documents}: KV groups scanned, and what that costs", head, cells))
+        cells = [
+            [
+                entry["policy"],
+                _number(entry["budget"]),
+                f"{entry['length']:,}",
+                *(_percent(entry[name]) for name in ("groups_by_tau", "groups", "groups_no_worse")),
+            ]
+            for entry in result["equal"]
+        ]
+        head = ["policy", "K", "length", "tau=.85", "within the interval", "on average"]
+        caption = f"{documents}: least share of KV groups tried that keeps tau=.85's perplexity"
+        tables.append(Table(caption, head, cells))
     return Section(
         "Path policies (beyond the source)",
         "The source decides each head by tau=.85 alone; a scan reads the keys of its whole group.",
@@ -327,7 +339,15 @@ def long_horizon_section(results: Sequence[Result]) -> Section:
             parts = row["by_position"]
             if row["part"] == "teacher-forced":
                 changes = [f"{part['percent_over_exact']:+.2f}" for part in parts]
-                forced.append([row["label"], f"{row['perplexity']:.3f}", *changes])
+                forced.append(
+                    [
+                        row["label"],
+                        _percent(row.get("groups_scanned")),
+                        f"{row['perplexity']:.3f}",
+                        *changes,
+                        _change(row.get("against_exact")),
+                    ]
+                )
             else:
                 free.append(
                     [
@@ -342,7 +362,8 @@ def long_horizon_section(results: Sequence[Result]) -> Section:
             parts = result["rows"][0]["by_position"]
             places = [f"to {part['to']:,}" for part in parts]
             caption = f"{_key(result)}: teacher-forced, % over Exact Top-K so far"
-            tables.append(Table(caption, ["variant", "PPL", *places], forced))
+            head = ["variant", "groups", "PPL", *places, "at the end"]
+            tables.append(Table(caption, head, forced))
         if free:
             caption = f"{_key(result)}: autoregressive, with an Exact Top-K shadow"
             head = ["variant", "mean KL", "KL of the last part", "top-1 agreement", "of the last"]
@@ -420,6 +441,39 @@ def _one(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None
     return None
 
 
+def _of_variants(result: Result) -> bool:
+    """Whether a result sets ReTopK with other settings beside the default."""
+    return any(row["method"].startswith("retopk:") for row in result["rows"])
+
+
+def _variants_table(result: Result) -> Table:
+    """Facts found under settings of ReTopK, with the KV groups scanned and paired differences."""
+    settings = result["settings"]
+    cells = []
+    for mean in result["headline"]:
+        here = [
+            row
+            for row in result["rows"]
+            if (row["length"], row["label"]) == (mean["length"], mean["label"])
+        ]
+        parts = " / ".join(f"{row['score']:.0f}" for row in here)
+        cells.append(
+            [
+                title(mean["method"]),
+                _number(mean["budget"]),
+                f"{mean['length']:,}",
+                _percent(mean.get("groups_scanned")),
+                f"{mean['score']:.1f} ({parts})",
+                _points(mean.get("against_exact")),
+                _points(mean.get("against_retopk")),
+            ]
+        )
+    head = ["method", "K", "length", "groups", "score", "over Exact", "over ReTopK"]
+    tasks = " / ".join(settings["tasks"])
+    caption = f"{_key(result)}, {settings['samples']} samples a task: mean of the tasks ({tasks})"
+    return Table(f"{caption}, and differences in points [95 %]", head, cells)
+
+
 def _perplexity_cell(row: Mapping[str, Any]) -> str:
     change = _change(row.get("against_exact"))
     return f"{row['perplexity']:.2f}" + (f" ({change})" if change else "")
@@ -482,6 +536,12 @@ def _change(difference: Mapping[str, float] | None) -> str:
     if difference is None:
         return ""
     return f"{difference['percent']:+.2f} % [{difference['low']:+.2f}, {difference['high']:+.2f}]"
+
+
+def _points(difference: Mapping[str, float] | None) -> str:
+    if difference is None:
+        return ""
+    return f"{difference['points']:+.1f} [{difference['low']:+.1f}, {difference['high']:+.1f}]"
 
 
 def _percent(value: float | None) -> str:

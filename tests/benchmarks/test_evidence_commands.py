@@ -30,6 +30,7 @@ from benchmarks import (
 )
 from benchmarks.evidence.arguments import SAMPLE_TEXT
 from benchmarks.evidence.programs import forget_programs
+from benchmarks.evidence.report_tables import sections
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.shadow import by_bucket
 from benchmarks.evidence.smoke_model import smoke_model
@@ -64,6 +65,7 @@ def out(tmp_path_factory):
     record_paths.main([*every, "--tag", "tau", "--methods", "retopk"])
     record_paths.main([*every, "--tag", "risk", "--methods", f"retopk:risk={directory}/smoke-48"])
     risk = f"retopk:risk={directory}/smoke-{{K}},share=0.1"
+    fidelity.main([*every, "--tag", "risk", "--methods", risk])
     long_horizon.main(every)
     forced = ["--part", "forced", "--refresh", "8", "--tag", "risk"]
     long_horizon.main([*every, *forced, "--methods", "retopk", "retopk:share_scan=true", risk])
@@ -284,6 +286,14 @@ def test_niah_reports_every_task_and_their_mean(out):
     assert all(one["tokens"][1] <= 1024 - 12 for one in result["settings"]["prompts"].values())
 
 
+def test_fidelity_sets_the_expected_error_beside_the_true_one(out):
+    (row,) = rows_of(out / "fidelity-risk.json")
+    assert row["groups_scanned"] == row["groups_with_fallback"] > 0
+    assert row["predicted_error"] > 0
+    assert row["by_path"]["all"]["relative_error"] > 0
+    assert row["by_path"]["fallback"]["relative_error"] == pytest.approx(0, abs=1e-5)
+
+
 def test_niah_answers_under_risk(out):
     result = json.loads((out / "niah-risk.json").read_text())
     default, risk = result["headline"][1:]
@@ -428,6 +438,31 @@ def test_report_is_whole(out):
             assert colors_of(picture) > 10  # something is drawn
     for table in page.tables:
         assert len(set(table)) == 1  # every row as wide as the head
+
+
+def test_report_keeps_variants_of_retopk_apart(out):
+    default, other = (json.loads((out / f"niah{tag}.json").read_text()) for tag in ("", "-risk"))
+    (section,) = sections([default, other])
+    shared, own = section.tables
+    (mean,) = (one["score"] for one in default["headline"] if one["label"] == "retopk K=48")
+    assert [row[2].split()[0] for row in shared.rows if row[0] == "ReTopK"] == [f"{mean:.1f}"]
+    assert "3 samples a task" in own.caption
+    assert [row[0] for row in own.rows] == [
+        *("Exact Top-K", "ReTopK", "ReTopK (risk=smoke-{K},share=0.1)")
+    ]
+    assert all(own.rows[2][3:])  # groups, score, both differences
+    assert own.rows[1][6] == ""
+
+
+def test_report_tells_what_policies_scan_at_equal_perplexity(out):
+    result = json.loads((out / "policy.json").read_text())
+    (section,) = sections([result, result])
+    assert len(section.tables) == 4
+    costs, equal = section.tables[:2]
+    assert len(costs.rows) == len(result["rows"])
+    assert [row[0] for row in equal.rows] == [entry["policy"] for entry in result["equal"]]
+    for row, entry in zip(equal.rows, result["equal"], strict=True):
+        assert row[3] == f"{entry['groups_by_tau']:.1%}"
 
 
 def test_markdown_links_to_pictures_that_are_there(out):
