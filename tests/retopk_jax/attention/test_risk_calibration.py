@@ -433,8 +433,11 @@ def test_calibrate_then_generate(text, tmp_path, capsys) -> None:
     assert head.provenance["error"].startswith("head: ")
     assert (load_policy(residual).error != head.error).any()
     other = write_tiny(tmp_path / "other", tie_word_embeddings=True)
-    assert run("generate", "--model", other, *decode, "--risk", policy) == 2
+    elsewhere = ["generate", "--model", other, *decode, "--risk", policy]
+    assert run(*elsewhere) == 2
     assert "the weights of" in capsys.readouterr().err
+    assert run(*elsewhere, "--budget", 9, "--risk-unchecked", "yes") == 0
+    assert json.loads(out.read_text())["attention"]["budget"] == 9
 
 
 def test_options_are_checked_before_a_model_is_loaded(text, tmp_path, capsys) -> None:
