@@ -1,7 +1,7 @@
 """Decode attention of one layer by every method and length, on one GPU."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,21 @@ from benchmarks.kernel_workload import (
     WINDOW,
     Layer,
     Timed,
+    attend_loop,
     build,
     eight_methods,
+    empty_microseconds,
     forced_paths,
     mean_candidates,
+    method_loop,
     mixture_floor,
     neighbours_alike,
-    time_attend,
-    time_method,
-    time_retopk,
+    retopk_loop,
 )
 from benchmarks.path_patterns import Pattern, recorded, representative
 from benchmarks.results_file import prepare_directory
-from benchmarks.timed_rows import Measured, Row, Table, exit_if_all_failed, options
-from benchmarks.timing import call_microseconds, copy_bytes_per_microsecond
+from benchmarks.timed_rows import Measure, Measured, Row, Table, exit_if_all_failed, options
+from benchmarks.timing import StepLoop, call_microseconds, copy_bytes_per_microsecond
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.full_attention import full_attention
 from pallas_kernels.prefill_supports import prefill_supports
@@ -157,67 +158,81 @@ def measure(
     row_bytes = batch * HEADS * DIM * 2 / bandwidth
     exact_floor = scan + BUDGET * row_bytes
     reuse_floor = 2 * BUDGET * row_bytes  # until a reuse has been measured
-    empty = time_method(lambda q, _: q * 1.5, layers)
+    empty = empty_microseconds(layers)
 
-    def reuse() -> Measured:
-        nonlocal reuse_floor
-        taus = np.full((1, batch, HEADS), REUSE_ALWAYS, np.float32)
-        microseconds, states = time_retopk(taus, layers, rings)
-        unique = mean_candidates(states)
-        reuse_floor = (unique + BUDGET) * row_bytes
-        return microseconds - empty, reuse_floor, {"unique": round(unique, 1)}
+    def of_loop(loop: StepLoop, floor: float) -> Measure:
+        return lambda: (loop.time()[0] - empty, floor, {})
 
-    def mixture() -> Measured:
-        taus = forced_paths(batch, 16)
-        microseconds, states = time_retopk(taus, layers, rings)
-        floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
-        return microseconds - empty, floor, shares
+    def reuse() -> Measure:
+        loop = retopk_loop(np.full((1, batch, HEADS), REUSE_ALWAYS, np.float32), layers, rings)
 
-    def of_pattern(pattern: Pattern) -> Measured:
+        def run() -> Measured:
+            nonlocal reuse_floor
+            microseconds, states = loop.time()
+            unique = mean_candidates(states)
+            reuse_floor = (unique + BUDGET) * row_bytes
+            return microseconds - empty, reuse_floor, {"unique": round(unique, 1)}
+
+        return run
+
+    def of_paths(taus: np.ndarray, more: Mapping[str, str]) -> Measure:
+        loop = retopk_loop(taus, layers, rings)
+
+        def run() -> Measured:
+            microseconds, states = loop.time()
+            floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
+            return microseconds - empty, floor, {**shares, **more}
+
+        return run
+
+    def of_pattern(pattern: Pattern) -> Measure:
         scans = representative(pattern, RECORDED_STEPS)[:, None]  # [steps, 1, H]
         taus = np.where(scans, SCAN_ALWAYS, REUSE_ALWAYS).astype(np.float32)
-        microseconds, states = time_retopk(taus, layers, rings)
-        floor, shares = mixture_floor(taus, length, mean_candidates(states), bandwidth)
-        return microseconds - empty, floor, {**shares, "pattern": pattern.source}
+        return of_paths(taus, {"pattern": pattern.source})
 
-    def stateless(
-        attend: Callable[[jax.Array, Layer], jax.Array], floor: float
-    ) -> Callable[[], Measured]:
-        return lambda: (time_method(attend, layers) - empty, floor, {})
+    def stateless(attend: Callable[[jax.Array, Layer], jax.Array], floor: float) -> Measure:
+        return of_loop(method_loop(attend, layers), floor)
 
-    def alike() -> Measured:
+    def alike() -> Measure:
         smooth = [neighbours_alike(layer) for layer in layers]
-        return time_method(exact_attend(None), smooth) - empty, exact_floor, {}
+        return of_loop(method_loop(exact_attend(None), smooth), exact_floor)
 
-    def cudnn() -> Measured:
+    def cudnn() -> Measure:
         turned = [
             Layer(jnp.swapaxes(x.keys, 1, 2), jnp.swapaxes(x.values, 1, 2), x.queries, x.lengths)
             for x in layers
         ]
-        return time_method(cudnn_attend, turned) - empty, 2 * scan, {}
+        return of_loop(method_loop(cudnn_attend, turned), 2 * scan)
 
     def sdpa() -> Measured | None:
         microseconds = torch_microseconds(length, batch, len(layers))
         return None if microseconds is None else (microseconds, 2 * scan, {})
 
-    def step(timed: Timed) -> Callable[[], Measured]:
-        numbers = tokens * GROUPS * timed.scanned + batch * BUDGET * timed.attended
-        floor = reuse_floor if isinstance(timed.method, ReTopK) else 2 * numbers / bandwidth
-        return lambda: (time_attend(timed.method, layers, rings) - empty, floor, {})
+    def step(timed: Timed) -> Measure:
+        loop = attend_loop(timed.method, layers, rings)
+
+        def run() -> Measured:
+            numbers = tokens * GROUPS * timed.scanned + batch * BUDGET * timed.attended
+            floor = reuse_floor if isinstance(timed.method, ReTopK) else 2 * numbers / bandwidth
+            return loop.time()[0] - empty, floor, {}
+
+        return run
 
     table.add("retopk", "reuse", case, reuse)
-    table.add("retopk", "mixture", case, mixture)
+    table.add("retopk", "mixture", case, partial(of_paths, forced_paths(batch, 16), {}))
     for pattern in patterns if batch == 1 else ():
         table.add("retopk", Path(pattern.source).stem, case, partial(of_pattern, pattern))
-    table.add("exact", "ours", case, stateless(exact_attend(None), exact_floor))
+    table.add("exact", "ours", case, partial(stateless, exact_attend(None), exact_floor))
     table.add("exact", "ours, neighbours alike", case, alike)
-    table.add("full", "triton", case, stateless(full_attend("triton"), 2 * scan))
+    table.add("full", "triton", case, partial(stateless, full_attend("triton"), 2 * scan))
     table.add("full", "cudnn", case, cudnn)
-    table.add("full", "torch", case, sdpa)
+    table.add("full", "torch", case, lambda: sdpa)
     for timed in eight_methods() if each_method else ():
-        table.add(timed.name, timed.part, case, step(timed))
+        table.add(timed.name, timed.part, case, partial(step, timed))
     if tokens <= 2**18:
-        table.add("exact", "lax.top_k", case, stateless(exact_attend("reference"), exact_floor))
+        plain = partial(stateless, exact_attend("reference"), exact_floor)
+        table.add("exact", "lax.top_k", case, plain)
+    table.measure()
 
 
 def measure_prefill(table: Table, length: int, bandwidth: float) -> None:
@@ -250,8 +265,9 @@ def measure_prefill(table: Table, length: int, bandwidth: float) -> None:
         share = {} if attention_time is None else {"of_attention": microseconds / attention_time}
         return microseconds, cache.nbytes / bandwidth, share
 
-    table.add("prefill", "attention", case, attention)
-    table.add("prefill", "supports", case, supports)
+    table.add("prefill", "attention", case, lambda: attention)
+    table.add("prefill", "supports", case, lambda: supports)
+    table.measure()
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

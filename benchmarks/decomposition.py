@@ -1,6 +1,7 @@
 """Time by part of one layer's decode attention, from the profiler's kernel times."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,12 @@ def kernel_microseconds(run: Callable[[], Any]) -> dict[str, float]:
 def _retopk_runs(
     layers: list[Layer], rings: list[Remembered], taus: np.ndarray
 ) -> Callable[[], Any]:
-    @jax.jit
     def step(layer: Layer, remembered: Remembered, tau: jax.Array) -> jax.Array:
         return fused_step(layer.queries[0], layer, remembered, tau)[0]
 
+    run = jax.jit(step).lower(layers[0], rings[0], jnp.asarray(taus[0])).compile()
     return lambda: [
-        step(layer, ring, jnp.asarray(taus[i % len(taus)]))
+        run(layer, ring, jnp.asarray(taus[i % len(taus)]))
         for _ in range(4)
         for i, (layer, ring) in enumerate(zip(layers, rings, strict=True))
     ]
@@ -70,8 +71,8 @@ def _retopk_runs(
 def _method_runs(
     attend: Callable[[jax.Array, Layer], jax.Array], layers: list[Layer]
 ) -> Callable[[], Any]:
-    step = jax.jit(lambda layer: attend(layer.queries[0], layer))
-    return lambda: [step(layer) for _ in range(4) for layer in layers]
+    run = jax.jit(lambda layer: attend(layer.queries[0], layer)).lower(layers[0]).compile()
+    return lambda: [run(layer) for _ in range(4) for layer in layers]
 
 
 def floor_rows(kernel: str, length: int, taus: np.ndarray | None) -> float | None:
@@ -130,6 +131,51 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
+def measure(table: Table, length: int, bandwidth: float) -> None:
+    """Adds the parts of every method at a length."""
+    if table.closed:
+        return
+    layers, rings = build(length, 1)
+    mixture = forced_paths(1, 16)
+    reuse, scan = (np.full_like(mixture[:1], tau) for tau in (REUSE_ALWAYS, SCAN_ALWAYS))
+    paths = {
+        "full": None,
+        "exact": None,
+        "retopk, all reuse": reuse,
+        "retopk, all scan": scan,
+        "retopk, mixture": mixture,
+    }
+    attends = {"full": full_attend("triton"), "exact": exact_attend(None)}
+
+    def prepare(method: str) -> Callable[[], Any]:
+        taus = paths[method]
+        if taus is None:
+            return _method_runs(attends[method], layers)
+        return _retopk_runs(layers, rings, taus)
+
+    wanted = [method for method in paths if table.wants(method, "")]
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(wanted, pool.map(prepare, wanted), strict=True))
+    for method, run in runs.items():
+        taus = paths[method]
+        for kernel, microseconds in kernel_microseconds(run).items():
+            part = PARTS.get(kernel, kernel)
+            rows = floor_rows(kernel, length, taus)
+            floor = None if rows is None else round(rows * 2 * DIM / bandwidth, 2)
+            table.put(
+                {
+                    "method": method,
+                    "part": part,
+                    "kernel": kernel,
+                    "length": length,
+                    "batch": 1,
+                    "microseconds": round(microseconds, 2),
+                    "floor_microseconds": floor,
+                }
+            )
+            print(f"{method:18} {part:36} {length:8} {microseconds:8.2f} us", flush=True)
+
+
 def main(argv: Sequence[str]) -> None:
     """Measures, prints and writes ``decomposition.json``, a table and a plot."""
     parser = options("decomposition", __doc__)
@@ -146,40 +192,5 @@ def main(argv: Sequence[str]) -> None:
     }
     table = Table("decomposition", settings, args)
     for length in args.lengths:
-        if table.closed:
-            break
-        layers, rings = build(length, 1)
-        mixture = forced_paths(1, 16)
-        reuse, scan = (np.full_like(mixture[:1], tau) for tau in (REUSE_ALWAYS, SCAN_ALWAYS))
-        paths = {
-            "full": None,
-            "exact": None,
-            "retopk, all reuse": reuse,
-            "retopk, all scan": scan,
-            "retopk, mixture": mixture,
-        }
-        attends = {"full": full_attend("triton"), "exact": exact_attend(None)}
-        for method, taus in paths.items():
-            if not table.wants(method, ""):
-                continue
-            if taus is None:
-                run = _method_runs(attends[method], layers)
-            else:
-                run = _retopk_runs(layers, rings, taus)
-            for kernel, microseconds in kernel_microseconds(run).items():
-                part = PARTS.get(kernel, kernel)
-                rows = floor_rows(kernel, length, taus)
-                floor = None if rows is None else round(rows * 2 * DIM / bandwidth, 2)
-                table.put(
-                    {
-                        "method": method,
-                        "part": part,
-                        "kernel": kernel,
-                        "length": length,
-                        "batch": 1,
-                        "microseconds": round(microseconds, 2),
-                        "floor_microseconds": floor,
-                    }
-                )
-                print(f"{method:18} {part:36} {length:8} {microseconds:8.2f} us", flush=True)
+        measure(table, length, bandwidth)
     plot(table.rows, table.plot_path)

@@ -1,7 +1,6 @@
 """The kernels beside plain XLA over sizes and dtypes, and their times, on a GPU."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.results_file import prepare_directory
-from benchmarks.timed_rows import Measured, Table, check_only, options
+from benchmarks.timed_rows import Measure, Measured, Table, check_only, options
 from benchmarks.timing import after, call_microseconds, chain_of, copy_bytes_per_microsecond
 from pallas_kernels.exact_support import exact_support
 from pallas_kernels.prefill_supports import prefill_supports
@@ -303,26 +302,25 @@ def main(argv: Sequence[str]) -> None:
         if table.wants(name, part)
     ]
 
-    def compile_both(name: str, case: Case) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    def prepare(name: str, case: Case) -> Measure:
         op = OPS[name]
         shapes = jax.eval_shape(partial(op.problem, case))
         programs = repeated(op, case), once(op, case)
         kernels, reference = (jax.jit(program).lower(shapes).compile() for program in programs)
-        return kernels, reference
 
-    def run(name: str, case: Case, programs: Future[Any]) -> Measured:
-        kernels, reference = programs.result()
-        problem = OPS[name].problem(case)
-        result = kernels(problem)[0]
-        wrong = differences(reference(problem), result)
-        microseconds = call_microseconds(kernels, problem) / STEPS_TIMED
-        floor = floor_bytes(case, name, problem, result) / bandwidth
-        return microseconds, floor, {"equal": not wrong, "wrong": wrong, "sizes": asdict(case)}
+        def run() -> Measured:
+            problem = op.problem(case)
+            result = kernels(problem)[0]
+            wrong = differences(reference(problem), result)
+            microseconds = call_microseconds(kernels, problem) / STEPS_TIMED
+            floor = floor_bytes(case, name, problem, result) / bandwidth
+            return microseconds, floor, {"equal": not wrong, "wrong": wrong, "sizes": asdict(case)}
 
-    with ThreadPoolExecutor() as pool:  # timed after: compiling would disturb
-        compiled = [pool.submit(compile_both, name, case) for name, _, case in wanted]
-    for (name, part, case), programs in zip(wanted, compiled, strict=True):
-        table.add(name, part, (case.s, case.b), partial(run, name, case, programs))
+        return run
+
+    for name, part, case in wanted:
+        table.add(name, part, (case.s, case.b), partial(prepare, name, case))
+    table.measure()
     failed = [f"{r['method']}, {r['part']}" for r in table.rows if not r.get("equal")]
     print(f"{len(table.rows) - len(failed)} of {len(wanted)} cases equal plain XLA")
     if failed:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Chain, after, chain_of, step_microseconds
+from benchmarks.timing import Chain, StepLoop, after, chain_of
 from pallas_kernels.prefill_supports import prefill_supports
 from pallas_kernels.recall.reference import normalise
 from pallas_kernels.retopk_step import Remembered, retopk_step
@@ -112,8 +112,8 @@ def loop_size(layers: int, least: int = 16) -> dict[str, int]:
     return {"steps": steps, "rounds": QUERIES * layers // steps}
 
 
-def time_method(attend: Any, layers: list[Layer]) -> float:
-    """Time of a step of a method without state; ``attend(q, layer)`` gives the output."""
+def method_loop(attend: Any, layers: list[Layer]) -> StepLoop:
+    """Steps of a method without state; ``attend(q, layer)`` gives the output."""
     attend = jax.jit(attend)  # traced once for all steps
 
     def step(
@@ -122,7 +122,12 @@ def time_method(attend: Any, layers: list[Layer]) -> float:
         return chain_of(attend(after(chain, layer.queries[number]), layer)), carried
 
     empty: list[tuple[()]] = [()] * len(layers)
-    return step_microseconds(step, layers, empty, **loop_size(len(layers)))[0]
+    return StepLoop.compile(step, layers, empty, **loop_size(len(layers)))
+
+
+def empty_microseconds(layers: list[Layer]) -> float:
+    """Time of a step that only passes its query on, to be taken from the others'."""
+    return method_loop(lambda q, _: q * 1.5, layers).time()[0]
 
 
 def forced_paths(batch: int, steps: int, seed: int = 0) -> np.ndarray:
@@ -171,18 +176,18 @@ def fused_step(
     return done.out, done.remembered
 
 
-def time_retopk(
+def retopk_loop(
     taus: np.ndarray,
     layers: list[Layer],
     rings: list[Remembered],
     take: RetopkStep = fused_step,
-) -> tuple[float, list[Remembered]]:
-    """Time of a ReTopK step, and what is remembered in the end.
+) -> StepLoop:
+    """Steps of ReTopK; what is carried is what is remembered.
 
     Args:
         taus: ``[steps, B, H]``, taken in turn.
         layers: caches.
-        rings: what is remembered; copied.
+        rings: what is remembered.
         take: a step.
     """
     take = jax.jit(take)  # traced once for all steps
@@ -194,8 +199,7 @@ def time_retopk(
         out, remembered = take(q, layer, remembered, tau)
         return chain_of(out), remembered
 
-    copies = jax.tree.map(jnp.copy, rings)
-    return step_microseconds(step, layers, copies, **loop_size(len(layers), max(16, len(taus))))
+    return StepLoop.compile(step, layers, rings, **loop_size(len(layers), max(16, len(taus))))
 
 
 def mean_candidates(rings: list[Remembered]) -> float:
@@ -242,13 +246,13 @@ def eight_methods() -> list[Timed]:
     ]
 
 
-def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Remembered]) -> float:
-    """Time of a step of a method through its own `AttentionMethod.attend`.
+def attend_loop(method: AttentionMethod, layers: list[Layer], rings: list[Remembered]) -> StepLoop:
+    """Steps of a method through its own `AttentionMethod.attend`.
 
     Args:
         method: any.
         layers: caches.
-        rings: what ReTopK remembers of them; copied.
+        rings: what ReTopK remembers of them.
     """
     batch = layers[0].keys.shape[0]
     active = jnp.ones((batch,), jnp.bool_)
@@ -257,7 +261,6 @@ def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Rememb
 
     def prime(layer: Layer, ring: Remembered) -> Any:
         if isinstance(method, ReTopK):
-            ring = jax.tree.map(jnp.copy, ring)
             cache = RecallCache(ring.queries, ring.supports, ring.pushed)
             scanned = jnp.zeros((batch, GROUPS), jnp.int32)
             return ReTopKState(cache, ring.paths, ring.candidates, ring.signals, scanned, None)
@@ -277,4 +280,4 @@ def time_attend(method: AttentionMethod, layers: list[Layer], rings: list[Rememb
 
     states = [prime(layer, ring) for layer, ring in zip(layers, rings, strict=True)]
     steps = len(layers)
-    return step_microseconds(step, layers, states, steps=steps, rounds=QUERIES)[0]
+    return StepLoop.compile(step, layers, states, steps=steps, rounds=QUERIES)

@@ -1,6 +1,7 @@
 """ReTopK in five cumulative stages of optimisation, at one input and mixture of paths, on a GPU."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +17,16 @@ from benchmarks.kernel_workload import (
     Layer,
     RetopkStep,
     build,
+    empty_microseconds,
     forced_paths,
     fused_step,
     mean_candidates,
     mixture_floor,
-    time_method,
-    time_retopk,
+    retopk_loop,
 )
 from benchmarks.results_file import prepare_directory
 from benchmarks.timed_rows import (
+    Measure,
     Measured,
     Row,
     Table,
@@ -140,27 +142,33 @@ def measure(table: Table, length: int, bandwidth: float) -> None:
         return
     layers, rings = build(length, 1)
     taus = forced_paths(1, 16)
-    empty = time_method(lambda q, _: q * 1.5, layers)
+    empty = empty_microseconds(layers)
     first: tuple[float, list[Remembered]] | None = None
 
-    def run(parts: Parts | None) -> Measured:
-        nonlocal first
+    def prepare(parts: Parts | None) -> Measure:
         take = fused_step if parts is None else step_of(parts)
-        microseconds, states = time_retopk(taus, layers, rings, take)
-        microseconds -= empty
-        floor, more = mixture_floor(taus, length, mean_candidates(states), bandwidth)
-        if first is None:
-            first = microseconds, states
-        shared = [
-            float(shared_tokens(a.supports, b.supports))
-            for a, b in zip(states, first[1], strict=True)
-        ]
-        speedup = round(first[0] / microseconds, 3)
-        agreement = round(float(np.mean(shared)), 5)
-        return microseconds, floor, {**more, "speedup": speedup, "same_support": agreement}
+        loop = retopk_loop(taus, layers, rings, take)
+
+        def run() -> Measured:
+            nonlocal first
+            microseconds, states = loop.time()
+            microseconds -= empty
+            floor, more = mixture_floor(taus, length, mean_candidates(states), bandwidth)
+            if first is None:
+                first = microseconds, states
+            shared = [
+                float(shared_tokens(a.supports, b.supports))
+                for a, b in zip(states, first[1], strict=True)
+            ]
+            speedup = round(first[0] / microseconds, 3)
+            agreement = round(float(np.mean(shared)), 5)
+            return microseconds, floor, {**more, "speedup": speedup, "same_support": agreement}
+
+        return run
 
     for name, (what, parts) in STAGES.items():
-        table.add(name, what, (length, 1), lambda parts=parts: run(parts))
+        table.add(name, what, (length, 1), partial(prepare, parts))
+    table.measure()
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -4,8 +4,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.results_file import prepare_directory, write_results
 from retopk_jax.cli_files import write_text
@@ -54,8 +55,24 @@ def exit_if_all_failed(rows: Sequence[Row], unit: str = "microseconds") -> None:
         sys.exit(f"all {len(rows)} rows failed; the first: {rows[0]['error']}")
 
 
+Measure = Callable[[], Measured | None]
+"""Measures a row; None where it cannot be had here."""
+
+
+class _Pending(NamedTuple):
+    """A row that is being compiled."""
+
+    method: str
+    part: str
+    case: tuple[int, int]
+    measure: Future[Measure]
+
+
 class Table:
     """Rows of the results, written as they come; one that fails is a row with its error.
+
+    Rows are compiled beside each other in threads, and measured one after the other once nothing
+    compiles any more, which would disturb.
 
     Attributes:
         rows: so far.
@@ -69,6 +86,8 @@ class Table:
         self._only = args.only
         self._end = time.monotonic() + args.seconds
         self._more = {} if args.commit is None else {"commit": args.commit}
+        self._pending: list[_Pending] = []
+        self._pool = ThreadPoolExecutor()
 
     @property
     def closed(self) -> bool:
@@ -85,16 +104,26 @@ class Table:
         return not self.closed and (not self._only or bool({method, part} & {*self._only}))
 
     def add(
-        self, method: str, part: str, case: tuple[int, int], run: Callable[[], Measured | None]
+        self, method: str, part: str, case: tuple[int, int], prepare: Callable[[], Measure]
     ) -> None:
-        """Measures a row of a length and a batch, unless it is not wanted or ``run`` gives None."""
-        if not self.wants(method, part):
-            return
-        length, batch = case
+        """Begins to compile a row of a length and a batch, unless it is not wanted."""
+        if self.wants(method, part):
+            self._pending.append(_Pending(method, part, case, self._pool.submit(prepare)))
+
+    def measure(self) -> None:
+        """Measures the rows that were added, in their order."""
+        pending, self._pending = self._pending, []
+        wait([row.measure for row in pending])
+        for row in pending:
+            if not self.closed:
+                self._measure(row)
+
+    def _measure(self, pending: _Pending) -> None:
+        method, part, (length, batch), measure = pending
         row = {"method": method, "part": part, "length": length, "batch": batch}
         start = time.monotonic()
         try:
-            measured = run()
+            measured = measure.result()()
         except Exception as error:  # any: the other rows are worth having
             message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self.put({**row, "microseconds": None, "floor_microseconds": None, "error": message})

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,53 +25,77 @@ def chain_of(out: jax.Array) -> Chain:
     return jnp.where(jnp.isfinite(first), first, 0.0) * 1e-38 * 1e-38
 
 
-def step_microseconds(
-    step: Callable[[Chain, Any, Any, jax.Array, int], tuple[Chain, Any]],
-    fixed: Sequence[Any],
-    carried: Sequence[Any],
-    *,
-    steps: int,
-    rounds: int,
-    repeats: int = 7,
-) -> tuple[float, list[Any]]:
-    """Median device time of one step in a chain inside one compiled loop.
+Advance = Callable[[Chain, Any, Any, jax.Array, int], tuple[Chain, Any]]
+"""A step: takes the chain, what is fixed and what is carried of one layer, the number of the
+layer's step so far (traced), and the number of the step in the body of the loop; returns the chain
+and what is carried."""
 
-    Args:
-        step: takes the chain, what is fixed and what is carried of one layer, the number of the
-            layer's step so far (traced), and the number of the step in the body of the loop;
-            returns the chain and what is carried.
-        fixed: of several layers, larger together than the L2 cache; steps take them in turn.
-        carried: of the same layers; donated.
-        steps: in the body of the loop, a multiple of the number of layers.
-        rounds: of the loop.
-        repeats: timed calls; the median is returned.
 
-    Returns:
-        Microseconds, and what is carried at the end.
+@dataclass(frozen=True)
+class StepLoop:
+    """Steps of several layers in turn, each after the one before it, in one compiled loop.
+
+    Attributes:
+        run: compiled; takes what is fixed and what is carried, which it uses up.
+        fixed: of the layers.
+        carried: of the layers, before the first step.
+        steps: of a call.
     """
-    layers = len(fixed)
 
-    def loop(fixed: Sequence[Any], carried: list[Any]) -> tuple[Chain, list[Any]]:
-        def body(turn: jax.Array, carry: tuple[Chain, list[Any]]) -> tuple[Chain, list[Any]]:
-            chain, states = carry
-            states = list(states)
-            for i in range(steps):
-                at, number = i % layers, turn * (steps // layers) + i // layers
-                chain, states[at] = step(chain, fixed[at], states[at], number, i)
-            return chain, states
+    run: jax.stages.Compiled
+    fixed: Sequence[Any]
+    carried: Sequence[Any]
+    steps: int
 
-        return lax.fori_loop(0, rounds, body, (jnp.float32(0.0), carried))
+    @classmethod
+    def compile(
+        cls,
+        step: Advance,
+        fixed: Sequence[Any],
+        carried: Sequence[Any],
+        *,
+        steps: int,
+        rounds: int,
+    ) -> "StepLoop":
+        """Compiles the loop; nothing runs.
 
-    run = jax.jit(loop, donate_argnums=1)
-    chain, states = run(fixed, list(carried))
-    jax.block_until_ready(chain)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        chain, states = run(fixed, states)
-        jax.block_until_ready(chain)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) / (rounds * steps) * 1e6, states
+        Args:
+            step: see `Advance`.
+            fixed: of several layers, larger together than the L2 cache; steps take them in turn.
+            carried: of the same layers.
+            steps: in the body of the loop, a multiple of the number of layers.
+            rounds: of the loop.
+        """
+        layers = len(fixed)
+
+        def loop(fixed: Sequence[Any], carried: list[Any]) -> tuple[Chain, list[Any]]:
+            def body(turn: jax.Array, carry: tuple[Chain, list[Any]]) -> tuple[Chain, list[Any]]:
+                chain, states = carry
+                states = list(states)
+                for i in range(steps):
+                    at, number = i % layers, turn * (steps // layers) + i // layers
+                    chain, states[at] = step(chain, fixed[at], states[at], number, i)
+                return chain, states
+
+            return lax.fori_loop(0, rounds, body, (jnp.float32(0.0), carried))
+
+        run = jax.jit(loop, donate_argnums=1).lower(fixed, list(carried)).compile()
+        return cls(run, fixed, carried, rounds * steps)
+
+    def time(self, repeats: int = 7) -> tuple[float, list[Any]]:
+        """Median device microseconds of a step, and what is carried at the end.
+
+        Args:
+            repeats: timed calls, after one that is not.
+        """
+        states = jax.tree.map(jnp.copy, list(self.carried))
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            chain, states = self.run(self.fixed, states)
+            jax.block_until_ready(chain)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:]) / self.steps * 1e6, states
 
 
 def call_microseconds(run: Callable[..., Any], *args: Any, repeats: int = 5) -> float:

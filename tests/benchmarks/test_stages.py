@@ -61,7 +61,7 @@ def test_a_run_in_which_every_row_failed_is_a_failure(
     def fail(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(stages, "time_retopk", fail)
+    monkeypatch.setattr(stages, "retopk_loop", fail)
     with pytest.raises(SystemExit, match=r"all 5 rows failed; the first: .*no such kernel"):
         stages.main(["--out", str(tmp_path), "--lengths", "64", "--commit", "abc"])
     assert len(json.loads((tmp_path / "stages.json").read_text())["rows"]) == 5
