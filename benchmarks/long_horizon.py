@@ -24,7 +24,7 @@ from benchmarks.evidence.experiment import (
     score_scene,
     set_scene,
 )
-from benchmarks.evidence.methods import Variant, make_variants
+from benchmarks.evidence.methods import Variant, make_variants, short_labels
 from benchmarks.evidence.plots import curves, require_matplotlib
 from benchmarks.evidence.programs import begin
 from benchmarks.evidence.resume import Store
@@ -265,9 +265,10 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
         ("autoregressive", "kl_up_to", "mean KL(Exact || ReTopK) so far, nats"),
         ("autoregressive", "top1_agreement_up_to", "top-1 agreement with Exact Top-K so far"),
     )
+    shown = short_labels(row["label"] for row in rows)
     for part, metric, label in panels:
         lines = {
-            row["label"]: (
+            shown[row["label"]]: (
                 [p["to"] for p in row["by_position"]],
                 [p[metric] for p in row["by_position"]],
             )

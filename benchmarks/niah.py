@@ -30,7 +30,14 @@ from benchmarks.evidence.generation import (
     path_shares,
 )
 from benchmarks.evidence.loki_basis import cached_basis
-from benchmarks.evidence.methods import ALL, Variant, make_variants, needs_basis, title
+from benchmarks.evidence.methods import (
+    ALL,
+    Variant,
+    make_variants,
+    needs_basis,
+    short_labels,
+    title,
+)
 from benchmarks.evidence.plots import heat_grid, require_matplotlib
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.ruler import HEADLINE, TASKS, Builder, Sample, hits, string_match_all
@@ -275,13 +282,13 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     """Heat map of depth and length, a panel a method, over all tasks; returns its name."""
     lengths = sorted({row["length"] for row in rows})
     panels = {}
-    for label in dict.fromkeys(row["label"] for row in rows):
+    for label, shown in short_labels(row["label"] for row in rows).items():
         cells = np.zeros((DEPTH_BINS, len(lengths), 2))
         for row in rows:
             if row["label"] == label:
                 cells[:, lengths.index(row["length"])] += np.asarray(row["found_by_depth"])
         hit, total = cells[..., 0], cells[..., 1]
-        panels[label] = np.where(total > 0, 100 * hit / np.maximum(total, 1), np.nan)
+        panels[shown] = np.where(total > 0, 100 * hit / np.maximum(total, 1), np.nan)
     step = 100 // DEPTH_BINS
     name = f"{path.stem}_depth.png"
     heat_grid(

@@ -1,6 +1,7 @@
 """The methods that are compared, their budgets split as the source splits 512 tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,31 @@ def title(name: str) -> str:
     """How tables call a method that was asked for as ``METHOD:options``."""
     base, _, options = name.partition(":")
     return TITLES.get(base, base) + (f" ({options})" if options else "")
+
+
+def short_labels(labels: Iterable[str]) -> dict[str, str]:
+    """Variants' labels as pictures have room for them, by label.
+
+    ReTopK's settings stand for it, and a file of maps is named only where there are several.
+    """
+    parts = {label: re.fullmatch(r"retopk:(.+?)((?: \| .+)? K=\d+)", label) for label in labels}
+    options = {
+        label: [option.partition("=") for option in found[1].split(",")]
+        for label, found in parts.items()
+        if found is not None
+    }
+    files = {value for group in options.values() for name, _, value in group if name == "risk"}
+
+    def shown(name: str, value: str) -> str:
+        alone = value == "true" or (name == "risk" and len(files) == 1)
+        return name if alone else f"{name} {value}"
+
+    return {
+        label: label
+        if found is None
+        else ", ".join(shown(name, value) for name, _, value in options[label]) + found[2]
+        for label, found in parts.items()
+    }
 
 
 def method_settings(method: AttentionMethod) -> dict[str, Any]:
