@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     def extra(state: DecodeState, count: int) -> dict[str, Any]:
         return sums_of(state.layers, count)
 
-    found, store = score_scene(args, scene, plan, "fidelity", extra)
+    found, store = score_scene(args, scene, plan, "measured", extra)
     rows = rows_of(scene, plan, found, args.seed, ())
     path = result_path(args, "fidelity")
     for row in rows:
@@ -75,6 +75,12 @@ def main(argv: Sequence[str]) -> None:
         sums = sum(np.asarray(batch["sums"]) for batch in batches)
         groups = sum(np.asarray(batch["groups"]) for batch in batches)
         row.update(fidelity_of(np.asarray(sums), np.asarray(groups)))
+        row["true_error_per_document"] = [one for batch in batches for one in batch["errors"]]
+        if "predicted_error" in row:
+            row["predicted_error_per_document"] = [
+                entry["predicted_error"] / sum(entry["paths"])
+                for entry in found.documents[row["length"], row["label"]]
+            ]
         row["plots"] = draw(path, row)
     settings = {**scene.settings, "bins": list(EDGES), "paths": list(PATHS)}
     write_results(path, "fidelity", settings, rows, item_commits=store.commits())

@@ -208,13 +208,19 @@ def members(support: jax.Array, slots: int) -> jax.Array:
 
 
 def sums_of(layers: tuple[MeasuredState, ...], rows: int) -> dict[str, Any]:
-    """Sums of all layers over the first rows, as lists.
+    """Sums of all layers over the first rows, and mean relative errors of each row, as lists.
 
-    ``sums`` is ``[layers, H, paths, bins, metrics]``, ``groups`` ``[layers, G, 2]``.
+    ``sums`` is ``[layers, H, paths, bins, metrics]``, ``groups`` ``[layers, G, 2]``, ``errors``
+    ``[rows]``.
     """
-    sums = np.stack([np.asarray(s.sums[:rows], np.float64).sum(axis=0) for s in layers])
+    each = np.stack([np.asarray(s.sums[:rows], np.float64) for s in layers], axis=1)
     groups = np.stack([np.asarray(s.groups[:rows], np.float64).sum(axis=0) for s in layers])
-    return {"sums": _rounded(sums), "groups": groups.tolist()}
+    by_row = each.sum(axis=(1, 2, 3, 4))  # [rows, metrics]
+    return {
+        "sums": _rounded(each.sum(axis=0)),
+        "groups": groups.tolist(),
+        "errors": [means(row)["relative_error"] for row in by_row],
+    }
 
 
 def _rounded(values: np.ndarray) -> list[Any]:

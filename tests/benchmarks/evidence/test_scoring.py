@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.evidence.documents import Documents
-from benchmarks.evidence.measured import METRICS, Measured, correlation, measure
-from benchmarks.evidence.methods import Variant, make_variants, method_settings
+from benchmarks.evidence.measured import METRICS, Measured, correlation, measure, sums_of
+from benchmarks.evidence.methods import Variant, make_variants, method_settings, short_labels
 from benchmarks.evidence.programs import Programs
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.suffix import Plan, score_documents, summary
@@ -99,6 +99,22 @@ def test_unknown_methods_and_settings_are_named(name, reason):
         make_variants([name], [64], None)
 
 
+def test_labels_in_pictures_are_short():
+    long = {
+        "full": "full",
+        "exact K=64": "exact K=64",
+        "retopk | T_r=8 K=64": "retopk | T_r=8 K=64",
+        "retopk:share_scan=true K=64": "share_scan K=64",
+        "retopk:risk=a/maps-{K}.npz,share=0.1 K=64": "risk, share 0.1 K=64",
+        "retopk:tau=0.9,risk=a/maps-{K}.npz | T_r=8 K=64": "tau 0.9, risk | T_r=8 K=64",
+    }
+    assert short_labels(long) == long
+    two = ["retopk:risk=a,share=0.1 K=64", "retopk:risk=b,share=0.1 K=64"]
+    assert list(short_labels(two).values()) == [
+        *("risk a, share 0.1 K=64", "risk b, share 0.1 K=64")
+    ]
+
+
 def test_budgets_are_split_as_the_source_splits_512():
     names = ["streaming", "tokenselect", "sparq"]
     named = {v.name: method_settings(v.method) for v in make_variants(names, [512], None)}
@@ -188,6 +204,32 @@ def test_an_exact_method_is_measured_as_exact(checkpoint, documents, tmp_path):
     groups = np.asarray(found.batches[64, "retopk"][0]["groups"])  # [layers, B, G, 2]
     assert groups[..., 1].sum() == 8 * 3 * 2 * 2
     assert paths[1] / 2 <= groups[..., 0].sum() <= paths[1]
+
+
+def test_true_errors_are_those_of_a_row_whatever_the_batch(checkpoint, documents, tmp_path):
+    _, model = checkpoint
+    method = Measured(ReTopK(budget=12, capacity=4, recall=2, window=4, tau=-1.0), 12)
+    variants = [Variant("retopk", "retopk", 12, method)]
+    errors = {}
+    for rows in (1, 2, 3):
+        found = score_documents(
+            model,
+            documents,
+            variants,
+            Plan([64], 9, rows),
+            Store(tmp_path / str(rows), "run", {}),
+            threads=1,
+            extra=lambda state, count: sums_of(state.layers, count),
+        )
+        batches = found.batches[64, "retopk"]
+        errors[rows] = [one for batch in batches for one in batch["errors"]]
+        count, error = np.sum([batch["sums"] for batch in batches], axis=(0, 1, 2, 3, 4))[
+            [METRICS.index("count"), METRICS.index("relative_error")]
+        ]
+        assert np.mean(errors[rows]) == pytest.approx(error / count, rel=1e-4)
+    assert len(set(errors[1])) == 3
+    assert errors[2] == pytest.approx(errors[1], rel=1e-2)
+    assert errors[3] == pytest.approx(errors[1], rel=1e-2)
 
 
 def test_correlation_of_sums_is_pearsons():
