@@ -3,6 +3,7 @@
 Every policy continues from one prefill of each batch of documents. Perplexity over Exact Top-K is
 set against the share of KV groups scanned, refreshes included: tau, tau where groups scan whole,
 and theta of files of `retopk calibrate --method retopk`, at the shares that a file tells of.
+`python -m benchmarks report` draws the results, a picture a model.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from benchmarks.evidence.experiment import (
     set_scene,
 )
 from benchmarks.evidence.methods import Variant, check_policies, make_variants
-from benchmarks.evidence.plots import pyplot, require_matplotlib, save
+from benchmarks.evidence.plots import pyplot, save
 from benchmarks.evidence.statistics import paired_difference
 from benchmarks.evidence.suffix import Plan
 from benchmarks.perplexity import interval
@@ -78,7 +79,6 @@ def main(argv: Sequence[str]) -> None:
     )
     args = parser.parse_args(argv)
     fill(args, NORMAL, SMOKE)
-    require_matplotlib()
     (method,) = args.methods
     risks = named_files(args.risk)
 
@@ -102,9 +102,6 @@ def main(argv: Sequence[str]) -> None:
             row["against_tau"] = paired_difference(
                 row["nll_per_document"], other["nll_per_document"], plan.scored, args.seed
             )
-        if row["policy"] is not None:
-            row["plots"] = [picture(path, row["length"], row["budget"]).name]
-    draw_all(path, rows)
     calibrations = [
         {"policy": kind, **load_policy(file.replace("{K}", str(budget))).provenance}
         for kind, file in risks.items()
@@ -207,44 +204,74 @@ def _row(
     return next((row for row in rows if tuple(row[key] for key in keys) == wanted), None)
 
 
-def picture(path: Path, length: int, budget: int) -> Path:
-    """Where the picture of a length and a budget lies, beside its result file."""
-    return path.with_name(f"{path.stem}_{length}_K{budget}.png")
+def draw(path: Path, title: str, results: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Perplexity over Exact Top-K against the share of KV groups scanned, with paired intervals.
 
-
-def draw_all(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A picture for every length and budget."""
-    for length, budget in sorted({(r["length"], r["budget"]) for r in rows if r["policy"]}):
-        draw(picture(path, length, budget), rows, length, budget)
-
-
-def draw(path: Path, rows: Sequence[dict[str, Any]], length: int, budget: int) -> None:
-    """Perplexity over Exact Top-K against the share of KV groups scanned, with intervals."""
-    figure, axis = pyplot().subplots(figsize=(6.4, 4.4))
-    for kind in dict.fromkeys(row["policy"] for row in rows if row["policy"]):
-        base, _, name = kind.partition(" ")
-        label = KINDS[base] + (f", {name}" if name else "")
-        mine = [
-            row
-            for row in rows
-            if (row["length"], row["budget"], row["policy"]) == (length, budget, kind)
-        ]
-        mine.sort(key=lambda row: row["groups_scanned"])
-        if not mine:
-            continue
-        over = [row["against_exact"] for row in mine]
-        middle = [one["percent"] for one in over]
-        low = [max(one["percent"] - one["low"], 0) for one in over]
-        high = [max(one["high"] - one["percent"], 0) for one in over]
-        scanned = [100 * row["groups_scanned"] for row in mine]
-        axis.errorbar(scanned, middle, yerr=[low, high], marker="o", capsize=2, label=label)
-    axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set_xlabel("KV groups scanned, %")
-    axis.set_ylabel("perplexity over Exact Top-K, %")
-    axis.set_title(f"K={budget}, {length:,} tokens")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    Args:
+        path: the picture.
+        title: above all.
+        results: rows of every result; each has a panel for each of its lengths and budgets.
+    """
+    panels: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for place, rows in enumerate(results):
+        for row in rows:
+            if row["policy"]:
+                panels.setdefault((row["length"], row["budget"], place), []).append(row)
+    kinds = list(dict.fromkeys(row["policy"] for rows in panels.values() for row in rows))
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure, axes = pyplot().subplots(
+        down,
+        across,
+        figsize=(0.8 + 4.4 * across, 1.2 + 3.0 * down),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    drawn = {}
+    for axis, key in zip(axes.flat, sorted(panels), strict=False):
+        rows = panels[key]
+        for place, kind in enumerate(kinds):
+            mine = sorted(
+                (row for row in rows if row["policy"] == kind), key=lambda r: r["groups_scanned"]
+            )
+            if mine:
+                drawn[kind] = _line(axis, mine, f"C{place}")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set_title(f"{key[0]:,} tokens, K={key[1]}, {rows[0]['documents']} documents", size=10)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("KV groups scanned, %")
+        axis.tick_params(labelbottom=True)
+    figure.suptitle(title)
+    figure.supylabel("perplexity over Exact Top-K, %", size=10)
+    figure.legend(
+        [drawn[kind] for kind in kinds],
+        [", ".join(filter(None, (KINDS[b], n))) for b, _, n in (k.partition(" ") for k in kinds)],
+        loc="outside lower center",
+        ncols=4,
+        fontsize=9,
+    )
     save(figure, path)
+
+
+def _line(axis: Any, rows: Sequence[dict[str, Any]], color: str) -> Any:
+    """One policy's rows with their intervals."""
+    over = [row["against_exact"] for row in rows]
+    return axis.errorbar(
+        [100 * row["groups_scanned"] for row in rows],
+        [one["percent"] for one in over],
+        yerr=[
+            [max(one["percent"] - one["low"], 0) for one in over],
+            [max(one["high"] - one["percent"], 0) for one in over],
+        ],
+        marker="o",
+        markersize=4,
+        capsize=2,
+        color=color,
+    )
 
 
 def print_table(rows: Sequence[dict[str, Any]], path: Path) -> None:

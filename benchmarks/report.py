@@ -1,20 +1,19 @@
 """One page, in HTML and in Markdown, from all results in a directory.
 
-Pictures that do not lie beside their results are drawn again, into --out.
+All pictures are drawn into --out; results of policies share one a model.
 """
 
 import argparse
 import base64
 import html
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import fidelity, long_horizon, niah, policy, sensitivity
-from benchmarks.evidence.report_tables import Section, sections
+from benchmarks.evidence.report_tables import Section, policy_picture, policy_results, sections
 from benchmarks.results_file import prepare_directory
 from retopk_jax.cli_files import write_text
 from retopk_jax.errors import ConfigError
@@ -25,7 +24,6 @@ DRAWERS: dict[str, Drawer] = {
     "niah": niah.draw,
     "fidelity": fidelity.draw_all,
     "sensitivity": sensitivity.draw_all,
-    "policy": policy.draw_all,
     "long_horizon": long_horizon.draw,
 }
 """Draws the pictures of a result's rows beside the file named."""
@@ -59,11 +57,12 @@ def main(argv: Sequence[str]) -> None:
     if not found:
         raise ConfigError(f"--results {args.results}: holds no results of experiments")
     for name, result in results:
-        if any(not (args.results / picture).is_file() for picture in pictures(result)):
+        if result["benchmark"] in DRAWERS:
             DRAWERS[result["benchmark"]](out / name, result["rows"])
-    places = (args.results, out)
-    write_text(out / "report.html", as_html(found, results, places))
-    write_text(out / "report.md", as_markdown(found, results, places, out))
+    for title, those in policy_results([result for _, result in results]).items():
+        policy.draw(out / policy_picture(title), title, [result["rows"] for result in those])
+    write_text(out / "report.html", as_html(found, results, out))
+    write_text(out / "report.md", as_markdown(found, results))
     print(f"{len(results)} results. Written to {out}: report.html, report.md")
 
 
@@ -83,28 +82,10 @@ def read_results(directory: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def pictures(result: dict[str, Any]) -> list[str]:
-    """Names of a result's pictures."""
-    return [
-        *result.get("plots", ()),
-        *(name for row in result.get("rows", ()) for name in row.get("plots", ())),
-    ]
-
-
-def images_of(section: Section, places: Sequence[Path]) -> list[Path]:
-    """Pictures of a section, each from the first place that has it."""
-    return [
-        next(place / name for place in places if (place / name).is_file())
-        for name in section.images
-    ]
-
-
 def as_html(
-    found: Sequence[Section],
-    results: Sequence[tuple[str, dict[str, Any]]],
-    places: Sequence[Path],
+    found: Sequence[Section], results: Sequence[tuple[str, dict[str, Any]]], out: Path
 ) -> str:
-    """The page, whole in one file."""
+    """The page, whole in one file, with the pictures in ``out``."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -128,9 +109,9 @@ def as_html(
         if section.remarks:
             items = "".join(f"<li>{html.escape(remark)}</li>" for remark in section.remarks)
             parts.append(f"<ul>{items}</ul>")
-        for path in images_of(section, places):
-            data = base64.b64encode(path.read_bytes()).decode("ascii")
-            alt = html.escape(path.stem.replace("_", " "))
+        for name in section.images:
+            data = base64.b64encode((out / name).read_bytes()).decode("ascii")
+            alt = html.escape(Path(name).stem.replace("_", " "))
             parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
     parts.append("<h2>Settings, machines, commits</h2>")
     for name, result in results:
@@ -140,13 +121,8 @@ def as_html(
     return "\n".join(parts) + "\n"
 
 
-def as_markdown(
-    found: Sequence[Section],
-    results: Sequence[tuple[str, dict[str, Any]]],
-    places: Sequence[Path],
-    out: Path,
-) -> str:
-    """The same as Markdown; pictures are linked where they lie."""
+def as_markdown(found: Sequence[Section], results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The same as Markdown; pictures are linked beside it."""
     lines = [f"# {TITLE}", ""]
     for section in found:
         lines += [f"## {section.heading}", "", f"> {section.source}", ""]
@@ -158,9 +134,8 @@ def as_markdown(
             lines.append("")
         lines += [f"- {remark}" for remark in section.remarks]
         lines += [""] if section.remarks else []
-        for path in images_of(section, places):
-            link = Path(os.path.relpath(path, out)).as_posix()
-            lines += [f"![{path.stem.replace('_', ' ')}](<{link}>)", ""]
+        for name in section.images:
+            lines += [f"![{Path(name).stem.replace('_', ' ')}](<{name}>)", ""]
     lines += ["## Machines and commits", "", "| result | commit | device | date |"]
     lines.append("| --- | --- | --- | --- |")
     for name, result in results:

@@ -1,5 +1,6 @@
 """Tables of a report, made from result files: the source's form, beside the source's figures."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class Section:
         heading: above it.
         source: what the source reports.
         tables: ours.
-        images: file names of pictures, beside the result files.
+        images: file names of pictures.
         remarks: sentences below.
     """
 
@@ -245,10 +246,8 @@ def ablation_section(results: Sequence[Result]) -> Section:
 
 def policy_section(results: Sequence[Result]) -> Section:
     """Groups that scan whole, beyond the source."""
-    tables, images = [], []
+    tables = []
     for result in results:
-        for row in result["rows"]:
-            images += row.get("plots", [])
         documents = f"{_key(result)}, {result['rows'][0]['documents']} documents"
         cells = [
             [
@@ -281,9 +280,25 @@ def policy_section(results: Sequence[Result]) -> Section:
         "Path policies (beyond the source)",
         "The source decides each head by tau=.85 alone; a scan reads the keys of its whole group.",
         tables,
-        list(dict.fromkeys(images)),
+        [policy_picture(title) for title in policy_results(results)],
         _remarks(results),
     )
+
+
+def policy_results(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results of policies by model, and apart those that compare named files of maps."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        if result["benchmark"] == "policy":
+            kinds = dict.fromkeys(row["policy"] for row in result["rows"] if row["policy"])
+            names = ", ".join(filter(None, (kind.partition(" ")[2] for kind in kinds)))
+            found.setdefault(_key(result) + (f": {names}" if names else ""), []).append(result)
+    return found
+
+
+def policy_picture(title: str) -> str:
+    """File name of the picture of results that `policy_results` put together."""
+    return f"policy_{re.sub(r'[^\w.-]+', '-', title)}.png"
 
 
 def sensitivity_section(results: Sequence[Result]) -> Section:

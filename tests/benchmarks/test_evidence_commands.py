@@ -30,7 +30,7 @@ from benchmarks import (
 )
 from benchmarks.evidence.arguments import SAMPLE_TEXT
 from benchmarks.evidence.programs import forget_programs
-from benchmarks.evidence.report_tables import sections
+from benchmarks.evidence.report_tables import policy_picture, policy_results, sections
 from benchmarks.evidence.resume import Store
 from benchmarks.evidence.shadow import by_bucket
 from benchmarks.evidence.smoke_model import smoke_model
@@ -132,7 +132,6 @@ def test_policies_are_set_against_the_groups_that_they_scan(out):
         if name not in ("full", "exact"):
             assert 0 < row["exact_path_rate"] <= row["groups_scanned"] < 1
             assert row["against_exact"].keys() >= {"percent", "low", "high"}
-            assert row["plots"] == ["policy_256_K48.png"]
         if name.startswith(("risk", "shared")):
             assert row["exact_path_rate"] == pytest.approx(row["groups_scanned"])
         assert ("predicted_error" in row) == name.startswith("risk")
@@ -141,7 +140,6 @@ def test_policies_are_set_against_the_groups_that_they_scan(out):
     assert few["predicted_error"] > more["predicted_error"] > 0
     assert few["nll_per_document"] == rows["risk again 0.02"]["nll_per_document"]
     assert [entry["policy"] for entry in result["equal"]] == ["shared", "risk smoke", "risk again"]
-    assert (out / "policy_256_K48.png").is_file()
     fitted = result["settings"]["calibrations"]
     assert [one["policy"] for one in fitted] == ["risk smoke", "risk again"]
     assert fitted[0]["sizes"]["budget"] == 48
@@ -292,6 +290,13 @@ def test_fidelity_sets_the_expected_error_beside_the_true_one(out):
     assert row["predicted_error"] > 0
     assert row["by_path"]["all"]["relative_error"] > 0
     assert row["by_path"]["fallback"]["relative_error"] == pytest.approx(0, abs=1e-5)
+    predicted, true = row["predicted_error_per_document"], row["true_error_per_document"]
+    assert len(predicted) == len(true) == row["documents"] == 2
+    assert np.mean(predicted) == pytest.approx(row["predicted_error"])
+    assert np.mean(true) == pytest.approx(row["by_path"]["all"]["relative_error"], rel=1e-4)
+    (default,) = rows_of(out / "fidelity.json")
+    assert len(default["true_error_per_document"]) == 2
+    assert "predicted_error_per_document" not in default
 
 
 def test_niah_answers_under_risk(out):
@@ -465,17 +470,66 @@ def test_report_tells_what_policies_scan_at_equal_perplexity(out):
         assert row[3] == f"{entry['groups_by_tau']:.1%}"
 
 
+def test_policies_of_a_model_share_a_picture(out, tmp_path):
+    def result(length, budget, kinds, dtype="float32"):
+        paired = {"percent": 1.0, "low": 0.5, "high": 2.0}
+        row = {"length": length, "budget": budget, "documents": 4, "against_exact": paired}
+        return {
+            "benchmark": "policy",
+            "settings": {"model": {"source": "a/b.gguf", "dtype": dtype, "rope": "as trained"}},
+            "rows": [
+                {**row, "policy": None, "budget": None},
+                *(
+                    {**row, "policy": kind, "groups_scanned": n / 9}
+                    for kind in kinds
+                    for n in (1, 2)
+                ),
+            ],
+        }
+
+    plain, named = ("tau", "shared", "risk"), ("tau", "risk x", "risk y")
+    results = [result(8, 2, plain), result(8, 4, plain[:2]), result(8, 2, named)]
+    results += [result(16, 4, plain), result(8, 2, plain, "bfloat16"), {"benchmark": "other"}]
+    found = policy_results(results)
+    assert found == {
+        "a/b.gguf, float32": [results[0], results[1], results[3]],
+        "a/b.gguf, float32: x, y": [results[2]],
+        "a/b.gguf, bfloat16": [results[4]],
+    }
+    names = [policy_picture(title) for title in found]
+    assert names[1] == "policy_a-b.gguf-float32-x-y.png"
+    figures = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "save", lambda figure, path: figures.append(figure))
+        policy.draw(
+            tmp_path / names[0], "title", [one["rows"] for one in found["a/b.gguf, float32"]]
+        )
+    shown = [axis for axis in figures[0].axes if axis.get_visible()]
+    assert [axis.get_title() for axis in shown] == [
+        "8 tokens, K=2, 4 documents",
+        "8 tokens, K=4, 4 documents",
+        "16 tokens, K=4, 4 documents",
+    ]
+    assert [len(axis.containers) for axis in shown] == [3, 2, 3]
+    assert len({axis.get_ylim() for axis in shown}) == 1
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert texts == ["tau, a head", "tau, a group", "risk, a group"]
+    (drawn,) = out.glob("policy_*.png")  # one model, one comparison
+    assert drawn.name.endswith("-smoke-again.png")
+
+
 def test_markdown_links_to_pictures_that_are_there(out):
     text = (out / "report.md").read_text(encoding="utf-8")
     links = re.findall(r"!\[[^]]*\]\(<([^>]+)>\)", text)
     assert len(links) >= 7
     assert all((out / link).is_file() for link in links)
+    assert {link for link in links if link.startswith("policy_")}
     assert "Quest" in text
     assert "commit" in text
 
 
-def test_pictures_that_are_missing_are_drawn_from_the_results(out, tmp_path):
-    for name in ("niah", "fidelity", "sensitivity", "long_horizon"):
+def test_pictures_are_drawn_from_the_results(out, tmp_path):
+    for name in ("niah", "fidelity", "sensitivity", "long_horizon", "policy"):
         shutil.copy(out / f"{name}.json", tmp_path)
     report.main(["--results", str(tmp_path), "--out", str(tmp_path / "page")])
     page = Page()
