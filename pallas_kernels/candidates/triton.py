@@ -145,8 +145,8 @@ def score_candidates(
 
     def put(slot: Array, token: Array, wanted: Array, inside: Array) -> None:
         part = 256 if split.at_once else 128  # whole keys need more registers
-        scores = score_keys(q_ref, keys_ref, row, group, token, wanted, part=part)
         store_at(ids_ref, token, row, slot, mask=inside)
+        scores = score_keys(q_ref, keys_ref, row, group, token, wanted, part=part)
         store_at(scores_ref, scores, row, slot, mask=inside)
 
     @pl.when(program < entries * split.of_support)

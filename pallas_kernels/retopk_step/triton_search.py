@@ -195,9 +195,16 @@ def _search_at_once(
     first_bound = first_scan + groups * scan.programs
     first_filter = first_bound + rows
 
-    def early(used: Array) -> Array:
-        """Of the scanning programs of a group, those from whose scores its bounds are found."""
-        return used - used // 4
+    # Up to 9/4 K keys reach a bound from three quarters of them: too many for some selections.
+    late = 4 if 9 * budget <= 4 * scan.kept else 8
+
+    def early(length: Array) -> Array:
+        """Of the scanning programs of a group, those from whose scores its bounds are found.
+
+        All of them where a program has few tiles: the others would have recent keys only.
+        """
+        used = scan.used(length)
+        return used - jnp.where(length >= 4 * scan.reach, used // late, 0)
 
     def kernel(*refs: Ref) -> None:
         given, found = Inputs(*refs[:9]), Found(*refs[10:])
@@ -251,7 +258,7 @@ def _search_at_once(
 
                 @pl.when(jnp.max(lengths) > 0)
                 def _() -> None:
-                    is_early = (part < early(scan.used(length))).astype(jnp.int32)
+                    is_early = (part < early(length)).astype(jnp.int32)
                     signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
 
         @pl.when((program >= first_bound) & (program < first_filter))
@@ -262,7 +269,7 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                programs = early(scan.used(length))
+                programs = early(length)
                 expected = programs * _EARLY
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
@@ -281,8 +288,8 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, least=_BOUNDED) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                used = scan.used(length)
-                expected = early(used) * _EARLY + used - early(used)
+                programs = early(length)
+                expected = programs * _EARLY + scan.used(length) - programs
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
                 @pl.when(scanned >= expected)  # always, as above

@@ -203,6 +203,31 @@ def test_bounds_from_several_tiles(tiles: int, sets: int, monkeypatch: pytest.Mo
         assert_same(reference.exact_support(*args, budget=6), several_tiles(*args))
 
 
+@pytest.mark.parametrize("budget", [16, 200])
+def test_bounds_from_programs_that_scan_early(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.exact_support import triton
+
+    of = triton.Scan.of
+    tiles = 6
+
+    def several(*args) -> triton.Scan:
+        split = of(*args)
+        return split._replace(tiles=tiles, programs=-(-args[2] // (split.tile * tiles)))
+
+    monkeypatch.setattr(triton.Scan, "of", several)
+    shape = specs.Shape(h=6, g=2, s=1900, k=budget)
+    kwargs = {"entries": shape.r, "window": shape.w}
+    variant = f"{tiles} tiles"
+    for lengths in ((1900, 1280), (1279, 320), (257, 1)):  # five programs scan, one of them late
+        p = specs.problem(shape, lengths, keys="close")
+        names = ("q", "keys", "values", "remembered", "lengths")
+        due = jnp.array([False, True])
+        args = (*(p[name] for name in names), due, ~jnp.zeros_like(due), jnp.float32(0.85))
+        expected = compiled("retopk_step", implementation="reference", **kwargs)(*args)
+        got = compiled("retopk_step", variant, implementation="triton", **kwargs)(*args)
+        assert_same(expected, got)
+
+
 def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
     from pallas_kernels.exact_support import triton
 
@@ -259,6 +284,39 @@ def test_top_k_of_a_long_row() -> None:
     scores = scores.at[:, 0, 15000:].set(-jnp.inf).at[:, 1, 19900:].set(jnp.inf)
     expected = top_k(scores, budget=512, implementation="reference")
     assert_same(expected, top_k(scores, budget=512, implementation="triton"))
+
+
+@pytest.mark.parametrize("sizes", [(1024,), (256, 64), (2048, 2048)])
+@pytest.mark.parametrize("warps", [4, 16])
+def test_threshold_of_hard_scores(sizes: tuple[int, ...], warps: int) -> None:
+    rng = np.random.default_rng(0)
+    n = sum(sizes)
+    most = float(np.finfo(np.float32).max)
+    place = rng.permutation(n)
+    steps = (np.float32(0.3).view(np.int32) + place.astype(np.int32)).view(np.float32)
+    some, normal = place % 3 == 0, rng.standard_normal(n)
+    cases = {
+        "a span above the largest number": np.where(some, most, -most * rng.random(n)),
+        "neighbours between far scores": np.where(place < 2, most * (1 - 2 * place), steps),
+        "one infinite": np.where(place == 0, math.inf, steps),
+        "many infinite": np.where(some, math.inf, -most * rng.random(n)),
+        "ties at zero": np.maximum(normal, 0.0),
+        "all tied": np.full(n, -2.5),
+        "every exponent": np.where(some, -1.0, 1.0) * 2.0 ** rng.uniform(-125, 127, n),
+    }
+    for budget in (1, n // 3, n // 2 + 1, n - 1):
+
+        @jax.jit
+        def places(scores: jax.Array, budget: int = budget) -> jax.Array:
+            pieces = [scores[n - sum(sizes[i:]) :][:size] for i, size in enumerate(sizes)]
+            return jnp.concatenate(triton_lib.pick(pieces, budget, warps=warps).places)
+
+        for name, case in cases.items():
+            scores = case.astype(np.float32)
+            best = np.sort(np.argsort(-scores, stable=True)[:budget])
+            got = np.asarray(places(scores))
+            np.testing.assert_array_equal(np.flatnonzero(got >= 0), best, err_msg=name)
+            np.testing.assert_array_equal(got[best], np.arange(budget), err_msg=name)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7, 40])
