@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         if left <= 0:
             print(f"time is over before {name}", file=sys.stderr)
             break
-        given = [*STEPS[name], "--out", str(out.resolve()), "--seconds", f"{left:.0f}"]
+        given = [*STEPS[name], "--out", str(out.resolve()), "--seconds", str(left)]
         if args.commit is not None:
             given += ["--commit", args.commit]
         print(f"== {name}", file=sys.stderr, flush=True)
