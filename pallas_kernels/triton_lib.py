@@ -167,6 +167,17 @@ def probes_for(scores: int, warps: int) -> int:
     return max(2, min(8, 32 * 32 * warps // scores))
 
 
+def _lanes(pieces: Sequence[Array], probes: int, warps: int) -> int:
+    return min(32 * warps // probes, *(scores.shape[0] for scores in pieces))
+
+
+def _spread(scores: Array, lanes: int) -> Array:
+    """Scores ``[n]`` as ``[sums, each, lanes, 1]``: a thread has some of every sum."""
+    each = scores.shape[0] // lanes
+    sums = min(4, each)
+    return scores.reshape(sums, each // sums, lanes)[..., None]
+
+
 def count_reaching(pieces: Sequence[Array], probes: Array, *, warps: int) -> Array:
     """Numbers int32 of scores at or above each probe, in one exchange between threads.
 
@@ -179,29 +190,48 @@ def count_reaching(pieces: Sequence[Array], probes: Array, *, warps: int) -> Arr
         probes: float32 ``[P]``.
         warps: of the program.
     """
-    lanes = min(32 * warps // probes.shape[0], *(scores.shape[0] for scores in pieces))
+    lanes = _lanes(pieces, probes.shape[0], warps)
     hits = jnp.zeros((lanes, probes.shape[0]), jnp.float32)
     for scores in pieces:
-        each = scores.shape[0] // lanes
-        sums = min(4, each)
-        reach = scores.reshape(sums, each // sums, lanes)[..., None] >= probes[None, None, None]
+        reach = _spread(scores, lanes) >= probes[None, None, None]
         hits += jnp.sum(jnp.sum(jnp.where(reach, 1.0, 0.0), axis=1), axis=0)
     return jnp.sum(hits, axis=0).astype(jnp.int32)
 
 
+def extent(pieces: Sequence[Array], probes: int, *, warps: int) -> tuple[Array, Array]:
+    """The lowest score above minus infinity and the highest, in one exchange between threads.
+
+    Threads hold the scores as `count_reaching` has them, so that they are laid out once.
+
+    Args:
+        pieces: float32 ``[n]`` each.
+        probes: of `count_reaching`.
+        warps: of the program.
+    """
+    side = lax.iota(jnp.int32, probes) & 1
+    lanes = _lanes(pieces, probes, warps)
+    ends = jnp.full((lanes, probes), -float("inf"), jnp.float32)
+    for scores in pieces:
+        score = _spread(scores, lanes)
+        negated = jnp.where(score > -float("inf"), -score, -float("inf"))
+        ends = jnp.maximum(ends, jnp.max(jnp.where(side == 0, score, negated), axis=(0, 1)))
+    ends = jnp.max(ends, axis=0)
+    highest, negated = (jnp.max(jnp.where(side == i, ends, -float("inf"))) for i in range(2))
+    return -negated, highest
+
+
 def largest_threshold(
-    count: Count, lowest: Array, valid: Array, highest: Array, budget: int, spare: int, probes: int
+    count: Count, lowest: Array, highest: Array, budget: int, spare: int, probes: int
 ) -> tuple[Array, Array]:
     """A score t that at least ``budget`` and at most ``budget + spare`` reach, if there is one.
 
     If ties leave none, the largest t that at least ``budget`` reach. A round counts at probes that
-    divide the bracket evenly, or in every fourth round evenly by `order_key`, so that it ends
-    whatever the scores.
+    divide the bracket evenly, the first of the first round its lower end, or in every fourth round
+    evenly by `order_key`, so that it ends whatever the scores.
 
     Args:
         count: see `Count`.
-        lowest: float32, the lowest of the scores, or below it.
-        valid: number of scores.
+        lowest: float32, the lowest of the scores.
         highest: float32, the highest score.
         budget: K.
         spare: how many more than K may reach t.
@@ -214,26 +244,31 @@ def largest_threshold(
     halvings = probes.bit_length() - 1
 
     def unfinished(carry: tuple[Array, ...]) -> Array:
-        low, reached, high, _ = carry
-        return (reached > budget + spare) & (low + 1 < high)
+        low, reached, high, turn = carry
+        return (turn == 0) | ((reached > budget + spare) & (low + 1 < high))
 
     def narrow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         low, reached, high, turn = carry
+        known = (turn > 0).astype(jnp.int32)
         below = key_score(low)
         step = (key_score(high) - below) * (1.0 / (probes + 1))
-        by_score = order_key(below + step * part.astype(jnp.float32))
+        by_score = order_key(below + step * (part - 1 + known).astype(jnp.float32))
         by_key = low + ((high >> halvings) - (low >> halvings)) * part
-        probe = jnp.clip(jnp.where(turn % 4 == 3, by_key, by_score), low + 1, high - 1)
+        probe = jnp.clip(jnp.where(turn % 4 == 3, by_key, by_score), low + known, high - 1)
+        at_end = part + known == 1
+        probe = jnp.where(at_end, low, probe)  # also where a score is infinite
         counts = count(key_score(probe))
         enough = counts >= budget
         return (
             jnp.max(jnp.where(enough, probe, low)),
-            jnp.min(jnp.where(enough, counts, reached)),
+            jnp.minimum(reached, jnp.min(jnp.where(enough | at_end, counts, LAST))),
             jnp.min(jnp.where(enough, high, probe)),
             turn + 1,
         )
 
-    start = (order_key(lowest), valid, order_key(highest) + 1, jnp.int32(0))
+    lowest = order_key(lowest)
+    highest = jnp.maximum(order_key(highest), lowest)  # lower where there is no score
+    start = (lowest, jnp.int32(LAST), highest + 1, jnp.int32(0))
     low, reached, _, _ = lax.while_loop(unfinished, narrow, start)
     return key_score(low), reached
 
@@ -249,21 +284,15 @@ def threshold_of(
         warps: of the program.
         spare: see `largest_threshold`.
     """
-    lowest, highest = jnp.float32(float("inf")), jnp.float32(-float("inf"))
-    valid = jnp.int32(0)
-    for scores in pieces:
-        there = scores > -float("inf")
-        lowest = jnp.minimum(lowest, jnp.min(jnp.where(there, scores, float("inf"))))
-        highest = jnp.maximum(highest, jnp.max(scores))
-        valid += jnp.sum(jnp.where(there, 1, 0))
+    probes = probes_for(max(scores.shape[0] for scores in pieces), warps)
+    lowest, highest = extent(pieces, probes, warps=warps)
     return largest_threshold(
         lambda probes: count_reaching(pieces, probes, warps=warps),
         lowest,
-        valid,
         highest,
         budget,
         spare,
-        probes_for(max(scores.shape[0] for scores in pieces), warps),
+        probes,
     )
 
 

@@ -32,6 +32,9 @@ _BLOCK = 32 * WARPS
 _PARTS = 16
 """Parts of a support of which the search finds the right one with independent reads."""
 
+_HASH = -1640531535
+"""An odd number by which consecutive tokens are spread: 2**32 over the golden ratio."""
+
 _ALL_AT_ONCE = 1024
 """Programs up to which a GPU runs all of them at once."""
 
@@ -158,8 +161,8 @@ def score_candidates(
         token = load_at(
             supports_ref, row, jnp.maximum(slot, 0), position, mask=inside & (slot >= 0), other=-1
         )
-        drop = (token < 0) | (token >= start)
         rank = position
+        before, holders = jnp.zeros((_BLOCK,), jnp.int32), jnp.ones((_BLOCK,), jnp.int32)
         for r in range(1, entries):
             other = mine + r
             other = jnp.where(other >= entries, other - entries, other)
@@ -167,9 +170,16 @@ def score_candidates(
                 supports_ref, row, _choose(other, slots), token, at_once=split.at_once
             )
             earlier = other < mine
-            drop |= earlier & found
+            before += jnp.where(earlier & found, 1, 0)
+            holders += jnp.where(found, 1, 0)
             through = jnp.where(token < 0, budget, below + jnp.where(found, 1, 0))
             rank += jnp.where(earlier, through, below)
+        # Any of the supports that hold a token may read its key: by a hash, so that all have as
+        # much to read. Its slot is the first of the token's.
+        reader = (((token * _HASH) >> 16) & 0xFFFF) * holders >> 16
+        drop = (token < 0) | (token >= start) | (before != reader)
+        shift = jnp.where(before == reader, -before, jnp.where(before < reader, 1, 0))
+        rank += jnp.where(token < 0, 0, shift)
         put(rank, jnp.where(drop, -1, token), ~drop, inside)
 
     @pl.when(program >= entries * split.of_support)

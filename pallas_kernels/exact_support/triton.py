@@ -26,6 +26,7 @@ from pallas_kernels.triton_lib import (
     call,
     check,
     count_reaching,
+    extent,
     finite_scores,
     largest_threshold,
     load_at,
@@ -367,15 +368,15 @@ def select_listed(
 
             return lax.fori_loop(0, parts, add, jnp.zeros(probes.shape, jnp.int32))
 
-        def widen(i: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            score = load(i).scores
-            lowest = jnp.min(jnp.where(score > -float("inf"), score, float("inf")))
-            return jnp.minimum(bounds[0], lowest), jnp.maximum(bounds[1], jnp.max(score))
+        probes = probes_for(size, SELECT_WARPS)
+
+        def widen(i: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+            lowest, highest = extent([load(i).scores], probes, warps=SELECT_WARPS)
+            return jnp.minimum(ends[0], lowest), jnp.maximum(ends[1], highest)
 
         none = (jnp.float32(float("inf")), jnp.float32(-float("inf")))
         lowest, highest = lax.fori_loop(0, parts, widen, none)
-        probes = probes_for(size, SELECT_WARPS)
-        threshold, reached = largest_threshold(count, lowest, listed, highest, budget, 0, probes)
+        threshold, reached = largest_threshold(count, lowest, highest, budget, 0, probes)
 
         def add_above(i: Array, above: Array) -> Array:
             return above + jnp.sum(jnp.where(load(i).scores > threshold, 1, 0))
@@ -389,7 +390,7 @@ def select_listed(
             tied = jnp.where(part.scores == threshold, 1, 0)
             mask = (part.scores > threshold) | ((tied > 0) & (ties + jnp.cumsum(tied) <= room))
             ones = jnp.where(mask, 1, 0)
-            to.put(written + jnp.cumsum(ones) - 1, part.tokens, part.scores, mask)
+            to.put(written + jnp.cumsum(ones) - 1, part, mask)
             return written + jnp.sum(ones), ties + jnp.sum(tied)
 
         written, _ = lax.fori_loop(0, parts, emit, (jnp.int32(0), jnp.int32(0)))

@@ -17,9 +17,10 @@ from pallas_kernels.candidates.triton import Split, check_candidates
 from pallas_kernels.exact_support.triton import SELECT_WARPS, Scan, select_listed
 from pallas_kernels.retopk_step.triton_search import Inputs, search
 from pallas_kernels.retopk_step.types import Remembered, ReTopKStep
-from pallas_kernels.select.triton import Destination, load_slots, write_picked
-from pallas_kernels.sparse_attend.triton import at_once, attend_rows, attend_support, splits
+from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
+from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
 from pallas_kernels.triton_lib import (
+    Array,
     Ref,
     barrier,
     call,
@@ -75,8 +76,10 @@ def retopk_step(
         entries=entries,
         window=window,
     )
-    pieces, attends = splits(rows, dim), at_once(rows)
+    attends = at_once(rows)
+    pieces = splits(rows, dim) if attends else 1
     keeps = pieces if attends else 0  # the program of a head that counts and pushes its query
+    total_slots = entries * budget + window
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
@@ -103,15 +106,14 @@ def retopk_step(
         out_ref: Ref,  # [BH, D]
         support_ref: Ref,  # [BH, K]
         unique_ref: Ref,  # [BH]
-        scores_ref: Ref,  # [BH, K] scratch
+        scores_ref: Ref,  # [BH, K] of `attend_rows`
+        picks_ref: Ref,  # [BH, K] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
         reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
         slot = pushed_ref[row // heads] % capacity
-        # The slots are read also for a head that scans: nothing has to be waited for twice.
-        candidate_slots = load_slots(ids_ref, candidate_scores_ref, row)
-        to = Destination(support_ref, scores_ref, row, new_supports_ref, slot)
+        reuses, running = reuse_length > 0, reuse_length + scan_length > 0
 
         @pl.when(split == keeps)
         def _() -> None:
@@ -120,41 +122,64 @@ def retopk_step(
             path, total = path_ref[row], total_ref[row]
             paths = load_at(paths_ref, row, kind, mask=kind < 3, other=0)
             unique = jnp.int32(0)
-            for piece in candidate_slots:
-                unique += jnp.sum(jnp.where(piece.tokens >= 0, 1, 0))
-            unique = jnp.where(reuse_length > 0, unique, 0)
+            for tokens in load_slots(ids_ref, row, -1):
+                unique += jnp.sum(jnp.where(tokens >= 0, 1, 0))
+            unique = jnp.where(reuses, unique, 0)
             unique_ref[row] = unique
             new_total_ref[row] = total + unique
             signals_ref[row, 0] = 0
             signals_ref[row, 1] = 0
 
-            @pl.when(reuse_length + scan_length > 0)
+            @pl.when(running)
             def _() -> None:
                 store_at(new_queries_ref, qbar, row, slot, d, mask=d < dim)
                 counted = paths + jnp.where(kind == path, 1, 0)
                 store_at(new_paths_ref, counted, row, kind, mask=kind < 3)
 
+        def look_up(k: Array) -> Listing:
+            """Entries of the support: of a head that reuses, picks are slots; else, tokens."""
+            at = load_at(picks_ref, row, k, mask=k < budget, other=-1)
+            place = jnp.maximum(at, 0)
+            slots, tokens = (at >= 0) & reuses, (at >= 0) & ~reuses
+            low = -float("inf")
+            candidate = load_at(candidate_scores_ref, row, place, mask=slots, other=low)
+            score = load_at(all_scores_ref, row, place, mask=tokens, other=low)
+            token = load_at(ids_ref, row, place, mask=slots, other=-1)
+            return Listing(jnp.where(reuses, token, at), jnp.where(reuses, candidate, score))
+
         @pl.when(split < pieces)
         def _() -> None:
-            @pl.when(reuse_length > 0)
+            # Read also for a head that scans: nothing has to be waited for twice.
+            scores = load_slots(candidate_scores_ref, row, -float("inf"))
+            picks = Destination(picks_ref, None, row)
+
+            @pl.when(reuses)
             def _() -> None:
-                write_picked(candidate_slots, to, warps=SELECT_WARPS)
+                found = []
+                for (start, size), piece in zip(slot_pieces(total_slots), scores, strict=True):
+                    found.append(Listing(start + lax.iota(jnp.int32, size), piece))
+                write_picked(found, picks, warps=SELECT_WARPS)
 
             @pl.when(scan_length > 0)
             def _() -> None:
-                select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, to)
+                select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, picks)
 
-            @pl.when(reuse_length + scan_length <= 0)
+            @pl.when(~running)
             def _() -> None:
-                Destination(support_ref, scores_ref, row).pad(jnp.int32(0))
+                picks.pad(jnp.int32(0))
 
+            barrier()
+
+            k = part_of(budget, split, pieces)
+            part = look_up(k)
+            store_at(support_ref, part.tokens, row, k, mask=k < budget)
+            store_at(new_supports_ref, part.tokens, row, slot, k, mask=(k < budget) & running)
+            if not attends:
+                store_at(scores_ref, part.scores, row, k, mask=k < budget)
             if attends:
-                barrier()
-                attend_support(
-                    support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces
-                )
+                attend(look_up, budget, values_ref, out_ref, row, split, pieces=pieces)
 
-    queries, supports, paths, total, signals, out, support, unique, scores, _ = call(
+    queries, supports, paths, total, signals, out, support, unique, scores, *_ = call(
         finish,
         name="retopk_finish",
         grid=(rows, pieces + 1 if attends else 1),
@@ -168,6 +193,7 @@ def retopk_step(
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
+            jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,

@@ -243,23 +243,19 @@ def _search_at_once(
         def _() -> None:
             group, part = divide(program - first_scan, scan.programs)
             length = given.lengths[divide(group * each, heads)[0]]
+            lane = group_lanes(each)
+            mine = lane < each
+            # Nothing is between the two reads: a program that is not needed ends the sooner.
+            known = await_signals(found.signals, group * each + lane, 0, least=_SCANS, mask=mine)
+            lengths = jnp.where(mine & (known < _REUSES), length, 0)
 
-            @pl.when(part * scan.tile < length)
+            @pl.when(jnp.max(lengths) > part * scan.tile)
             def _() -> None:
-                lane = group_lanes(each)
-                mine = lane < each
-                known = await_signals(
-                    found.signals, group * each + lane, 0, least=_SCANS, mask=mine
-                )
-                lengths = jnp.where(mine & (known < _REUSES), length, 0)
                 scan_keys(
                     given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
                 )
-
-                @pl.when(jnp.max(lengths) > 0)
-                def _() -> None:
-                    is_early = (part < early(length)).astype(jnp.int32)
-                    signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
+                is_early = (part < early(length)).astype(jnp.int32)
+                signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
 
         @pl.when((program >= first_bound) & (program < first_filter))
         def _() -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
+SIGNALS = 2
 """Paths of a head-step."""
 
 
@@ -39,7 +40,7 @@ class Remembered(NamedTuple):
             pushed,
             paths=jnp.zeros((*heads, 3), jnp.int32),
             candidates=jnp.zeros(heads, jnp.int32),
-            signals=jnp.zeros((*heads, 2), jnp.int32),
+            signals=jnp.zeros((*heads, SIGNALS), jnp.int32),
         )
 
 

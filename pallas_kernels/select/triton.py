@@ -34,33 +34,28 @@ class Listing(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where a program writes the support of its head.
+    """Where a program writes what is picked for its head.
 
     Attributes:
         support: int32 ``[BH, K]``.
-        scores: float32 ``[BH, K]``.
+        scores: float32 ``[BH, K]``, or None where they can be found by what is picked.
         row: of the head.
-        supports: int32 ``[BH, C, K]``, a ring that also takes the support, or None.
-        slot: of the ring.
     """
 
     support: Ref
-    scores: Ref
+    scores: Ref | None
     row: Array
-    supports: Ref | None = None
-    slot: Array | None = None
 
     @property
     def budget(self) -> int:
         """K."""
         return self.support.shape[1]
 
-    def put(self, k: Array, tokens: Array, scores: Array, mask: Array) -> None:
+    def put(self, k: Array, picked: Listing, mask: Array) -> None:
         """Writes entries ``k`` where ``mask`` is set."""
-        store_at(self.support, tokens, self.row, k, mask=mask)
-        store_at(self.scores, scores, self.row, k, mask=mask)
-        if self.supports is not None:
-            store_at(self.supports, tokens, self.row, self.slot, k, mask=mask)
+        store_at(self.support, picked.tokens, self.row, k, mask=mask)
+        if self.scores is not None:
+            store_at(self.scores, picked.scores, self.row, k, mask=mask)
 
     def pad(self, start: Array) -> None:
         """Writes −1 and −inf from entry ``start`` on."""
@@ -69,8 +64,10 @@ class Destination(NamedTuple):
         def _() -> None:
             k = lax.iota(jnp.int32, round_up(self.budget))
             empty = (k >= start) & (k < self.budget)
-            tokens = jnp.full(k.shape, -1, jnp.int32)
-            self.put(k, tokens, jnp.full(k.shape, -float("inf"), jnp.float32), empty)
+            none = Listing(
+                jnp.full(k.shape, -1, jnp.int32), jnp.full(k.shape, -float("inf"), jnp.float32)
+            )
+            self.put(k, none, empty)
 
 
 def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> None:
@@ -83,39 +80,34 @@ def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> N
     """
     picked = pick([piece.scores for piece in pieces], to.budget, warps=warps)
     for piece, place in zip(pieces, picked.places, strict=True):
-        to.put(place, piece.tokens, piece.scores, place >= 0)
+        to.put(place, piece, place >= 0)
     to.pad(picked.number)
 
 
-def load_slots(ids_ref: Ref, candidate_scores_ref: Ref, row: Array) -> list[Listing]:
-    """The slots of one head, in two pieces if so fewer lanes stay empty.
+def slot_pieces(total: int) -> list[tuple[int, int]]:
+    """Starts and sizes of one or two pieces of slots, so that few lanes stay empty."""
+    whole = round_up(total)
+    if whole == total:
+        return [(0, whole)]
+    most = whole // 2
+    rest = max(64, round_up(total - most))
+    return [(0, whole)] if most + rest >= whole else [(0, most), (most, rest)]
+
+
+def load_slots(ref: Ref, row: Array, other: float) -> list[Array]:
+    """What is in the slots of one head, by piece of `slot_pieces`.
 
     Args:
-        ids_ref: int32 ``[BH, N]``.
-        candidate_scores_ref: float32 ``[BH, N]``.
+        ref: ``[BH, N]``.
         row: of the head.
+        other: what is in lanes that are no slots.
     """
-    total = ids_ref.shape[1]
-    whole = round_up(total)
-    most = whole if whole == total else whole // 2
-    rest = max(64, round_up(total - most)) if total > most else 0
-    pieces, start = [], 0
-    for size in (whole,) if most + rest >= whole else (most, rest):
+    total = ref.shape[1]
+    pieces = []
+    for start, size in slot_pieces(total):
         slot = start + lax.iota(jnp.int32, size)
         mask = None if start + size <= total else slot < total
-        pieces.append(
-            Listing(
-                load_at(ids_ref, row, slot, mask=mask, other=None if mask is None else -1),
-                load_at(
-                    candidate_scores_ref,
-                    row,
-                    slot,
-                    mask=mask,
-                    other=None if mask is None else -float("inf"),
-                ),
-            )
-        )
-        start += size
+        pieces.append(load_at(ref, row, slot, mask=mask, other=None if mask is None else other))
     return pieces
 
 
@@ -132,13 +124,14 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
 
     def kernel(
         ids_ref: Ref,  # [BH, N]
-        candidate_scores_ref: Ref,  # [BH, N]
+        scores_ref: Ref,  # [BH, N]
         support_ref: Ref,  # [BH, K]
-        scores_ref: Ref,  # [BH, K]
+        kept_ref: Ref,  # [BH, K]
     ) -> None:
         row = pl.program_id(0)
-        pieces = load_slots(ids_ref, candidate_scores_ref, row)
-        write_picked(pieces, Destination(support_ref, scores_ref, row), warps=warps)
+        slots = load_slots(ids_ref, row, -1), load_slots(scores_ref, row, -float("inf"))
+        pieces = [Listing(*piece) for piece in zip(*slots, strict=True)]
+        write_picked(pieces, Destination(support_ref, kept_ref, row), warps=warps)
 
     run = call(
         kernel,

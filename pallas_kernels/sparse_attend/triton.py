@@ -1,10 +1,13 @@
 """Sparse attend as a Triton kernel: programs split the dimensions, so nothing is combined after."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.select.triton import Listing
 from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, round_up, store_at
 
 _PROGRAMS = 256
@@ -22,9 +25,9 @@ def at_once(rows: int) -> bool:
     return rows <= _PROGRAMS
 
 
-def attend_support(
-    support_ref: Ref,  # [BH, K]
-    scores_ref: Ref,  # [BH, K]
+def attend(
+    load: Callable[[Array], Listing],
+    budget: int,
     values_ref: Ref,  # [BG, S, D]
     out_ref: Ref,  # [BH, D]
     row: Array,
@@ -32,23 +35,26 @@ def attend_support(
     *,
     pieces: int,
 ) -> None:
-    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions."""
-    heads, budget = support_ref.shape
+    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions.
+
+    Args:
+        load: gives entries of the support; −1 and −inf beyond it.
+        budget: K.
+        values_ref: values.
+        out_ref: to write.
+        row: of the head.
+        split: of the program.
+        pieces: programs of the head.
+    """
     dim = values_ref.shape[2]
     width = round_up(dim) // pieces
-    group = row // (heads // values_ref.shape[0])
+    group = row // (out_ref.shape[0] // values_ref.shape[0])
     d = split * width + lax.iota(jnp.int32, width)
     block = min(round_up(budget), max(16, 16384 // width))
     steps = -(-budget // block)
 
-    def load(i: Array | int) -> tuple[Array, Array]:
-        k = i * block + lax.iota(jnp.int32, block)
-        mask = None if budget % block == 0 else k < budget
-        token = load_at(support_ref, row, k, mask=mask, other=None if mask is None else -1)
-        score = load_at(
-            scores_ref, row, k, mask=mask, other=None if mask is None else -float("inf")
-        )
-        return token, score
+    def part(i: Array | int) -> Listing:
+        return load(i * block + lax.iota(jnp.int32, block))
 
     def load_values(token: Array) -> Array:
         return load_at(
@@ -68,20 +74,20 @@ def attend_support(
         return jnp.where(best > -float("inf"), best, 0.0)
 
     if steps == 1:
-        token, score = load(0)
+        token, score = part(0)
         values = load_values(token)  # on its way while the maximum is found
         out, total = sums(values, score, finite(jnp.max(score)))
     else:
         best = lax.fori_loop(
             0,
             steps,
-            lambda i, best: jnp.maximum(best, jnp.max(load(i)[1])),
+            lambda i, best: jnp.maximum(best, jnp.max(part(i).scores)),
             jnp.float32(-float("inf")),
         )
         best = finite(best)
 
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            token, score = load(i)
+            token, score = part(i)
             out, total = sums(load_values(token), score, best)
             return carry[0] + out, carry[1] + total
 
@@ -111,7 +117,7 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
         support: int32 ``[BH, K]``.
         scores: float32 ``[BH, K]``.
     """
-    rows, dim = support.shape[0], values.shape[2]
+    (rows, budget), dim = support.shape, values.shape[2]
     check(dim <= 256, "up to 256 dimensions")
     pieces = splits(rows, dim)
 
@@ -122,7 +128,14 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
         out_ref: Ref,  # [BH, D]
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        attend_support(support_ref, scores_ref, values_ref, out_ref, row, split, pieces=pieces)
+
+        def load(k: Array) -> Listing:
+            mask = k < budget
+            token = load_at(support_ref, row, k, mask=mask, other=-1)
+            score = load_at(scores_ref, row, k, mask=mask, other=-float("inf"))
+            return Listing(token, score)
+
+        attend(load, budget, values_ref, out_ref, row, split, pieces=pieces)
 
     run = call(
         kernel,
@@ -133,3 +146,9 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
     )
     (out,) = run(values, support, scores)
     return out
+
+
+def part_of(budget: int, split: Array, pieces: int) -> Array:
+    """Entries of a support that the ``split``-th of ``pieces`` programs writes; some beyond K."""
+    size = round_up(-(-budget // pieces))
+    return split * size + lax.iota(jnp.int32, size)

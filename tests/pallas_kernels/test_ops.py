@@ -331,3 +331,13 @@ def test_threshold_of_any_scores(budget: int, spread: float) -> None:
     best = sorted(i for i in order[:budget] if scores[i] > -math.inf)
     assert np.flatnonzero(np.asarray(picked.places[0]) >= 0).tolist() == best
     assert int(picked.number) == len(best)
+
+
+@pytest.mark.parametrize("scores", [[], [2.0], [-1.5] * 4, [3.0, 1.0, 2.0]])
+def test_threshold_of_too_few_scores_is_the_lowest(scores: list[float]) -> None:
+    padded = jnp.asarray(scores + [-math.inf] * (64 - len(scores)), jnp.float32)
+    threshold, reached = jax.jit(lambda s: triton_lib.threshold_of([s], 5, warps=4, spare=1))(
+        padded
+    )
+    assert int(reached) == len(scores)
+    assert float(threshold) == min(scores, default=math.inf)
