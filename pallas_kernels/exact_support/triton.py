@@ -42,7 +42,7 @@ _STRETCH = 16 * _FILTERED
 """Scores that a program of the filter reads at most."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
-_SCANS = 1024
+SCANS = 512
 """Programs of the scan that fill a GPU."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
@@ -90,9 +90,17 @@ class Scan(NamedTuple):
 
     @classmethod
     def of(
-        cls, groups: int, each: int, stored: int, dim: int, dtype: jnp.dtype, budget: int
+        cls,
+        groups: int,
+        each: int,
+        stored: int,
+        dim: int,
+        dtype: jnp.dtype,
+        budget: int,
+        *,
+        programs: int = SCANS,
     ) -> "Scan":
-        """Enough programs to fill a GPU several times, if the keys are enough.
+        """Enough programs to fill a GPU, if the keys are enough.
 
         Args:
             groups: key-value heads of all rows.
@@ -101,13 +109,14 @@ class Scan(NamedTuple):
             dim: D.
             dtype: of the keys.
             budget: K.
+            programs: of the scan, about so many; more where keys are very many.
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
         tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
-        tiles = groups * stored // (tile * _SCANS)
-        if tiles > 16:  # twice as many programs: their ends are a smaller part of their time
-            tiles = max(16, tiles // 2)
+        tiles = groups * stored // (tile * programs)
+        if tiles > 16:  # more programs: their ends are a smaller part of their time
+            tiles = max(16, tiles * programs // 2048)
         tiles = max(1, min(tiles, stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)
@@ -251,11 +260,12 @@ def scan_keys(
 def find_bound(
     highest_ref: Ref,  # [BH, reach]
     row: Array,
-    programs: Array,
+    length: Array,
     split: Scan,
     budget: int,
     *,
     warps: int,
+    late: int | None = None,
 ) -> Array:
     """Score that at least K and not many more keys of one query reach, a scalar.
 
@@ -264,18 +274,23 @@ def find_bound(
     Args:
         highest_ref: largest scores.
         row: of the query.
-        programs: first programs of the scan, whose largest scores are taken.
+        length: keys that it sees.
         split: of the scan.
         budget: K.
         warps: of the program.
+        late: of so many programs of the scan, the largest scores of the last are not taken.
     """
+    programs = split.used(length)
     turns = -(-split.reach // split.sets)
     together = min(round_up(turns), max(1, _BOUNDED // split.sets))
     part, place = lax.iota(jnp.int32, together), lax.iota(jnp.int32, split.sets)
 
     def add(i: Array, highest: Array) -> Array:
         at = ((i * together + part) * split.sets)[:, None] + place[None, :]
-        known = at < programs * split.tile
+        program = lax.div(at, jnp.int32(split.tile))
+        known = program < programs
+        if late is not None:
+            known &= lax.rem(program, jnp.int32(late)) < late - 1
         read = load_at(highest_ref, row, at, mask=known, other=-float("inf"))
         return jnp.maximum(highest, jnp.max(read, axis=0))
 
@@ -445,9 +460,7 @@ def run_bound(highest: jax.Array, lengths: jax.Array, split: Scan, budget: int) 
 
         @pl.when(length > 0)
         def _() -> None:
-            bounds_ref[row] = find_bound(
-                highest_ref, row, split.used(length), split, budget, warps=BOUND_WARPS
-            )
+            bounds_ref[row] = find_bound(highest_ref, row, length, split, budget, warps=BOUND_WARPS)
 
     (bounds,) = call(
         kernel,

@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.triton import Split, check_candidates
-from pallas_kernels.exact_support.triton import SELECT_WARPS, Scan, select_listed
+from pallas_kernels.exact_support.triton import SCANS, SELECT_WARPS, Scan, select_listed
+from pallas_kernels.retopk_step import triton_search
 from pallas_kernels.retopk_step.triton_search import Inputs, search
 from pallas_kernels.retopk_step.types import Remembered, ReTopKStep
 from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
@@ -67,11 +68,13 @@ def retopk_step(
         active.astype(jnp.int32),
         remembered.pushed,
     )
-    scan = Scan.of(scans, each, stored, dim, keys.dtype, budget)
+    split = Split.of(rows, budget, entries, window)
+    programs = triton_search.SCANS if split.at_once else SCANS
+    scan = Scan.of(scans, each, stored, dim, keys.dtype, budget, programs=programs)
     found = search(
         inputs,
         remembered.signals.reshape(rows, 2),
-        Split.of(rows, budget, entries, window),
+        split,
         scan,
         entries=entries,
         window=window,
@@ -110,12 +113,12 @@ def retopk_step(
         picks_ref: Ref,  # [BH, K] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
-        row, split = pl.program_id(0), pl.program_id(1)
+        row, piece = pl.program_id(0), pl.program_id(1)
         reuse_length, scan_length = reuse_length_ref[row], scan_length_ref[row]
         slot = pushed_ref[row // heads] % capacity
         reuses, running = reuse_length > 0, reuse_length + scan_length > 0
 
-        @pl.when(split == keeps)
+        @pl.when(piece == keeps)
         def _() -> None:
             d, kind = lax.iota(jnp.int32, round_up(dim)), lax.iota(jnp.int32, 4)
             qbar = load_at(qbar_ref, row, d, mask=d < dim, other=0.0)
@@ -147,7 +150,7 @@ def retopk_step(
             token = load_at(ids_ref, row, place, mask=slots, other=-1)
             return Listing(jnp.where(reuses, token, at), jnp.where(reuses, candidate, score))
 
-        @pl.when(split < pieces)
+        @pl.when(piece < pieces)
         def _() -> None:
             # Read also for a head that scans: nothing has to be waited for twice.
             scores = load_slots(candidate_scores_ref, row, -float("inf"))
@@ -156,8 +159,8 @@ def retopk_step(
             @pl.when(reuses)
             def _() -> None:
                 found = []
-                for (start, size), piece in zip(slot_pieces(total_slots), scores, strict=True):
-                    found.append(Listing(start + lax.iota(jnp.int32, size), piece))
+                for (start, size), held in zip(slot_pieces(total_slots), scores, strict=True):
+                    found.append(Listing(start + lax.iota(jnp.int32, size), held))
                 write_picked(found, picks, warps=SELECT_WARPS)
 
             @pl.when(scan_length > 0)
@@ -170,14 +173,14 @@ def retopk_step(
 
             barrier()
 
-            k = part_of(budget, split, pieces)
+            k = part_of(budget, piece, pieces)
             part = look_up(k)
             store_at(support_ref, part.tokens, row, k, mask=k < budget)
             store_at(new_supports_ref, part.tokens, row, slot, k, mask=(k < budget) & running)
             if not attends:
                 store_at(scores_ref, part.scores, row, k, mask=k < budget)
             if attends:
-                attend(look_up, budget, values_ref, out_ref, row, split, pieces=pieces)
+                attend(look_up, budget, values_ref, out_ref, row, piece, pieces=pieces)
 
     queries, supports, paths, total, signals, out, support, unique, scores, *_ = call(
         finish,

@@ -38,7 +38,9 @@ from pallas_kernels.triton_lib import (
 )
 
 _EARLY = 1 << 16
-"""What a program adds to the signal of its group that has scanned early; a later one adds one."""
+"""What a program adds to the signal of its group that scans early; a late one adds one."""
+SCANS = 1024
+"""Scanning programs, if all groups scan: as many as are shared evenly if some do."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
 """What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
 
@@ -195,16 +197,22 @@ def _search_at_once(
     first_bound = first_scan + groups * scan.programs
     first_filter = first_bound + rows
 
-    # Up to 9/4 K keys reach a bound from three quarters of them: too many for some selections.
+    # Bounds are found without every fourth scan, those that run last. Up to 9/4 K keys reach such
+    # a bound: too many for some selections.
     late = 4 if 9 * budget <= 4 * scan.kept else 8
+    early_programs = scan.programs - scan.programs // late
 
     def early(length: Array) -> Array:
-        """Of the scanning programs of a group, those from whose scores its bounds are found.
-
-        All of them where a program has few tiles: the others would have recent keys only.
-        """
+        """Of the scanning programs of a group, those from whose scores its bounds are found."""
         used = scan.used(length)
-        return used - jnp.where(length >= 4 * scan.reach, used // late, 0)
+        return used - used // late
+
+    def scan_of(program: Array) -> tuple[Array, Array]:
+        """The group of a scanning program, and its number there: early ones of all groups first."""
+        turn, group = divide(program, groups)
+        among, rest = divide(turn, late - 1)
+        last = (turn - early_programs) * late + late - 1
+        return group, jnp.where(turn < early_programs, among * late + rest, last)
 
     def kernel(*refs: Ref) -> None:
         given, found = Inputs(*refs[:9]), Found(*refs[10:])
@@ -241,7 +249,7 @@ def _search_at_once(
 
         @pl.when((program >= first_scan) & (program < first_bound))
         def _() -> None:
-            group, part = divide(program - first_scan, scan.programs)
+            group, part = scan_of(program - first_scan)
             length = given.lengths[divide(group * each, heads)[0]]
             lane = group_lanes(each)
             mine = lane < each
@@ -254,7 +262,7 @@ def _search_at_once(
                 scan_keys(
                     given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
                 )
-                is_early = (part < early(length)).astype(jnp.int32)
+                is_early = (lax.rem(part, jnp.int32(late)) < late - 1).astype(jnp.int32)
                 signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
 
         @pl.when((program >= first_bound) & (program < first_filter))
@@ -265,15 +273,15 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                programs = early(length)
-                expected = programs * _EARLY
+                expected = early(length) * _EARLY
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
                 @pl.when(scanned >= expected)  # always; without it nothing would be waited for
                 def _() -> None:
                     acquire(found.signals, first, 1)
-                    bound = find_bound(found.highest, row, programs, scan, budget, warps=WARPS)
-                    found.bounds[row] = bound
+                    found.bounds[row] = find_bound(
+                        found.highest, row, length, scan, budget, warps=WARPS, late=late
+                    )
                     signal(found.signals, row, 0, amount=_BOUNDED - _SCANS)
 
         @pl.when(program >= first_filter)
@@ -284,8 +292,7 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, least=_BOUNDED) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                programs = early(length)
-                expected = programs * _EARLY + scan.used(length) - programs
+                expected = early(length) * (_EARLY - 1) + scan.used(length)
                 scanned = await_signals(found.signals, first, 1, least=expected)
 
                 @pl.when(scanned >= expected)  # always, as above
