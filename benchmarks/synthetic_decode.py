@@ -17,6 +17,7 @@ from benchmarks.kernel_workload import REUSE_ALWAYS, SCAN_ALWAYS
 from models import TransformerDecoder
 from models.sharding import parameter_spec
 from models.weights import dotted
+from pallas_kernels.retopk_step.types import SIGNALS
 from retopk_jax.attention import AttentionMethod, Report, ReTopK, Step
 from retopk_jax.attention.retopk import ReTopKState
 from retopk_jax.decode import DecodeState, begin, step_logits
@@ -186,7 +187,7 @@ def ring_of(
     supports = place + (entry + offset) % stride
     supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
     ring = RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32))
-    counted = ((1, heads, 3), (1, heads), (1, heads, 2), (1, geometry.num_kv_heads))
+    counted = ((1, heads, 3), (1, heads), (1, heads, SIGNALS), (1, geometry.num_kv_heads))
     paths, candidates, signals, scanned = (jnp.zeros(shape, jnp.int32) for shape in counted)
     state = ReTopKState(ring, paths, candidates, signals, scanned, None)
     return jax.tree.map(

@@ -117,7 +117,7 @@ class Scan(NamedTuple):
         tiles = groups * stored // (tile * programs)
         if tiles > 16:  # more programs: their ends are a smaller part of their time
             tiles = max(16, tiles * programs // 2048)
-        tiles = max(1, min(tiles, stored // sets_of(budget)))
+        tiles = max(1, min(max(2, tiles), stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)
         return split._replace(tiles=tiles, warps=4 if each <= 16 else 8, stages=3)

@@ -17,7 +17,7 @@ from pallas_kernels.candidates.triton import Split, check_candidates
 from pallas_kernels.exact_support.triton import SCANS, SELECT_WARPS, Scan, select_listed
 from pallas_kernels.retopk_step import triton_search
 from pallas_kernels.retopk_step.triton_search import Inputs, search
-from pallas_kernels.retopk_step.types import Remembered, ReTopKStep
+from pallas_kernels.retopk_step.types import SIGNALS, Remembered, ReTopKStep
 from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
 from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
 from pallas_kernels.triton_lib import (
@@ -73,7 +73,7 @@ def retopk_step(
     scan = Scan.of(scans, each, stored, dim, keys.dtype, budget, programs=programs)
     found = search(
         inputs,
-        remembered.signals.reshape(rows, 2),
+        remembered.signals.reshape(rows, SIGNALS),
         split,
         scan,
         entries=entries,
@@ -105,7 +105,7 @@ def retopk_step(
         new_supports_ref: Ref,  # [BH, C, K] aliased
         new_paths_ref: Ref,  # [BH, 3] aliased
         new_total_ref: Ref,  # [BH] aliased
-        signals_ref: Ref,  # [BH, 2] aliased
+        signals_ref: Ref,  # [BH, SIGNALS] aliased
         out_ref: Ref,  # [BH, D]
         support_ref: Ref,  # [BH, K]
         unique_ref: Ref,  # [BH]
@@ -130,8 +130,8 @@ def retopk_step(
             unique = jnp.where(reuses, unique, 0)
             unique_ref[row] = unique
             new_total_ref[row] = total + unique
-            signals_ref[row, 0] = 0
-            signals_ref[row, 1] = 0
+            for word in range(SIGNALS):
+                signals_ref[row, word] = 0
 
             @pl.when(running)
             def _() -> None:
@@ -191,7 +191,7 @@ def retopk_step(
             jax.ShapeDtypeStruct(inputs.supports.shape, jnp.int32),
             jax.ShapeDtypeStruct((rows, 3), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+            jax.ShapeDtypeStruct((rows, SIGNALS), jnp.int32),
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -229,7 +229,7 @@ def retopk_step(
             found.pushed,
             paths.reshape(batch, heads, 3),
             total.reshape(batch, heads),
-            signals.reshape(batch, heads, 2),
+            signals.reshape(batch, heads, SIGNALS),
         ),
         support.reshape(batch, heads, budget),
         found.path.reshape(batch, heads),

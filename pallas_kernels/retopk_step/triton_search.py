@@ -75,8 +75,9 @@ class Found(NamedTuple):
     """What a search writes.
 
     Attributes:
-        signals: int32 ``[BH, 2]``, zeros before: what is known of a head, `_SCANS` or what follows;
-            and, at the first head of a group, the programs that have scanned, see `_EARLY`.
+        signals: int32 ``[BH, SIGNALS]``, zeros before: what is known of a head, `_SCANS` or what
+            follows; and, at the first head of a group, the programs that have scanned, see
+            `_EARLY`.
         qbar: ``[BH, D]``.
         rho_max: float32 ``[BH]``.
         path: int32 ``[BH]``.
@@ -176,7 +177,7 @@ def search(
 
     Args:
         inputs: see there.
-        signals: int32 ``[BH, 2]``, zeros; used up.
+        signals: int32 ``[BH, SIGNALS]``, zeros; used up.
         split: of the candidates.
         scan: of the scan and its filter.
         entries: R.

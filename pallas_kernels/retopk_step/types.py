@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
 SIGNALS = 2
+"""Words of a head by which the programs of a kernel wait for each other."""
 """Paths of a head-step."""
 
 
@@ -19,8 +20,8 @@ class Remembered(NamedTuple):
         pushed: int32 ``[B]``, pushes so far.
         paths: int32 ``[B, H, 3]``, head-steps by path so far.
         candidates: int32 ``[B, H]``, unique candidates summed over the reuse steps so far.
-        signals: int32 ``[B, H, 2]``, by which the programs of a kernel wait for each other; zeros
-            between steps.
+        signals: int32 ``[B, H, SIGNALS]``, by which the programs of a kernel wait for each
+            other; zeros between steps.
     """
 
     queries: jax.Array
