@@ -42,7 +42,7 @@ _STRETCH = 16 * _FILTERED
 """Scores that a program of the filter reads at most."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
-SCANS = 512
+SCAN_PROGRAMS = 512
 """Programs of the scan that fill a GPU."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
@@ -98,7 +98,7 @@ class Scan(NamedTuple):
         dtype: jnp.dtype,
         budget: int,
         *,
-        programs: int = SCANS,
+        programs: int = SCAN_PROGRAMS,
     ) -> "Scan":
         """Enough programs to fill a GPU, if the keys are enough.
 

@@ -39,7 +39,7 @@ from pallas_kernels.triton_lib import (
 
 _EARLY = 1 << 16
 """What a program adds to the signal of its group that scans early; a late one adds one."""
-SCANS = 1024
+SEARCH_SCAN_PROGRAMS = 1024
 """Scanning programs, if all groups scan: as many as are shared evenly if some do."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
 """What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
