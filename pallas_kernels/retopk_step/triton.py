@@ -176,10 +176,10 @@ def retopk_step(
             part = look_up(k)
             store_at(support_ref, part.tokens, row, k, mask=k < budget)
             store_at(new_supports_ref, part.tokens, row, slot, k, mask=(k < budget) & running)
-            if not attends:
-                store_at(scores_ref, part.scores, row, k, mask=k < budget)
             if attends:
                 attend(look_up, budget, values_ref, out_ref, row, piece, pieces=pieces)
+            else:
+                store_at(scores_ref, part.scores, row, k, mask=k < budget)
 
     queries, supports, paths, total, signals, out, support, unique, scores, *_ = call(
         finish,
