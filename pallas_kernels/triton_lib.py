@@ -4,6 +4,7 @@ Names ending in ``p`` (``Kp``, ``Dp``) are sizes rounded up to a power of two, t
 Triton has; lanes beyond the true size are masked.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,9 +122,12 @@ def signal(ref: Ref, *indices: Any, amount: Array | int = 1) -> None:
 def await_signals(ref: Ref, *indices: Any, least: Array | int, mask: Any = None) -> Array:
     """Integers once each is at least ``least``; only programs earlier in the grid may add to them.
 
-    A GPU starts programs in their order, so that those are running or have ended.
+    A GPU starts programs in their order, so that those are running or have ended. At most as many
+    integers as a warp has threads: every warp then sees them all for itself, while of more, some
+    could be seen by one warp before and by another after a signal.
     """
     shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    assert math.prod(shape) <= 32, shape
     at = ref.at[full_index(shape, *indices)]
 
     def load() -> Array:
