@@ -44,6 +44,8 @@ _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
 SCAN_PROGRAMS = 512
 """Programs of the scan that fill a GPU."""
+_MANY_PROGRAMS = 2048
+"""Programs of the scan of very many keys: their ends are a smaller part of their time."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
 _BOUNDED = 8192
@@ -115,8 +117,8 @@ class Scan(NamedTuple):
         check(each <= 64, "up to 64 queries a key-value head")
         tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
         tiles = groups * stored // (tile * programs)
-        if tiles > 16:  # more programs: their ends are a smaller part of their time
-            tiles = max(16, tiles * programs // 2048)
+        if tiles > 16:
+            tiles = max(16, tiles * programs // _MANY_PROGRAMS)
         tiles = max(1, min(max(2, tiles), stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)

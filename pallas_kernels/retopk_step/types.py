@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
+"""Paths of a head-step."""
 SIGNALS = 2
 """Words of a head by which the programs of a kernel wait for each other."""
-"""Paths of a head-step."""
 
 
 class Remembered(NamedTuple):

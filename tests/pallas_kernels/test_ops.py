@@ -228,6 +228,44 @@ def test_bounds_from_programs_that_scan_early(budget: int, monkeypatch: pytest.M
         assert_same(expected, got)
 
 
+def test_few_keys_reach_the_bound_though_the_best_are_recent() -> None:
+    from pallas_kernels.candidates.triton import Split
+    from pallas_kernels.exact_support.triton import Scan
+    from pallas_kernels.retopk_step.triton_search import Inputs, search
+
+    rows, stored, dim, capacity, budget = 2, 8192, 16, 4, 64
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((1, stored, dim))
+    keys[:, -512:] *= 40
+    ones = jnp.ones(1, jnp.int32)
+    supports = jnp.zeros((rows, capacity, budget), jnp.int32)
+    tau = jnp.full((rows,), 2.0)
+    scan = Scan.of(1, rows, stored, dim, jnp.dtype(jnp.float32), budget)
+    q = jnp.asarray(rng.standard_normal((rows, dim)), jnp.float32)
+    inputs = Inputs(
+        q,
+        jnp.asarray(keys, jnp.float32),
+        jnp.asarray(rng.standard_normal((rows, capacity, dim)), jnp.float32),
+        supports,
+        tau,
+        ones * stored,
+        ones * 0,
+        ones,
+        ones,
+    )
+    split = Split.of(rows, budget, 1, 0)
+    signals = jnp.zeros((rows, 2), jnp.int32)
+    run = functools.partial(search, split=split, scan=scan, entries=1, window=0)
+    found = jax.jit(run)(inputs, signals)
+    scores = np.asarray(q @ jnp.asarray(keys[0], jnp.float32).T) * dim**-0.5
+    exact = np.sort(scores, axis=1)[:, -budget]
+    assert scan.programs >= 8  # so that some scan late
+    assert (np.asarray(found.bounds) <= exact + 1e-5).all()
+    listed = np.asarray(found.counts).sum(axis=1)
+    assert (listed >= budget).all()
+    assert (listed <= 3 * budget).all(), listed  # half of the newest keys would be 4 * budget
+
+
 def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
     from pallas_kernels.exact_support import triton
 
@@ -252,13 +290,17 @@ def test_scan_is_split_for_a_tight_bound_and_a_full_gpu(
     groups: int, stored: int, budget: int
 ) -> None:
     from pallas_kernels.exact_support import triton
+    from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS
 
-    split = triton.Scan.of(groups, 7, stored, 128, jnp.dtype(jnp.bfloat16), budget)
-    assert split.reach * split.tiles >= stored
-    assert split.stretches * split.stretch >= stored
-    assert split.reach >= min(stored, triton.sets_of(budget))
-    assert split.tiles <= 2 or groups * split.programs >= triton.SCAN_PROGRAMS
-    assert split.programs <= max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
+    dtype = jnp.dtype(jnp.bfloat16)
+    for programs in (triton.SCAN_PROGRAMS, SEARCH_SCAN_PROGRAMS):
+        split = triton.Scan.of(groups, 7, stored, 128, dtype, budget, programs=programs)
+        assert split.reach * split.tiles >= stored
+        assert split.stretches * split.stretch >= stored
+        assert split.reach >= min(stored, triton.sets_of(budget))
+        assert split.tiles <= 2 or groups * split.programs >= programs
+        most = max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
+        assert split.programs <= most
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
