@@ -187,7 +187,7 @@ def ring_of(
     supports = place + (entry + offset) % stride
     supports = jnp.where(supports < start, supports, -1).astype(jnp.int32)
     ring = RecallCache(queries.astype(dtype), supports, jnp.full((1,), capacity, jnp.int32))
-    counted = ((1, heads, 3), (1, heads), (1, heads, SIGNALS), (1, geometry.num_kv_heads))
+    counted = ((1, heads, 3), (1, heads), (1, heads, *SIGNALS), (1, geometry.num_kv_heads))
     paths, candidates, signals, scanned = (jnp.zeros(shape, jnp.int32) for shape in counted)
     state = ReTopKState(ring, paths, candidates, signals, scanned, None)
     return jax.tree.map(

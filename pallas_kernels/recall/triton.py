@@ -21,10 +21,18 @@ from pallas_kernels.triton_lib import (
 
 
 class RingMatch(NamedTuple):
-    """What one program finds: qbar ``[Dp]``, R slots most similar first, and scalars."""
+    """How a query compares with its ring.
+
+    Attributes:
+        qbar: float32 ``[Dp]``, the query, normalised.
+        rho: float32 ``[Cp]``, similarities; −inf where there is nothing to compare with.
+        age: int32 ``[Cp]``, pushes since that of a slot.
+        rho_max: float32, the largest similarity.
+    """
 
     qbar: Array
-    slots: list[Array]
+    rho: Array
+    age: Array
     rho_max: Array
 
 
@@ -33,8 +41,6 @@ def match_ring(
     queries_ref: Ref,  # [BH, C, D]
     row: Array,
     pushed: Array,
-    *,
-    entries: int,
 ) -> RingMatch:
     """Compares the query of one head with its ring."""
     _, capacity, dim = queries_ref.shape
@@ -65,7 +71,13 @@ def match_ring(
     age = jnp.where(age < 0, age + capacity, age)
     known = (c < capacity) & (age < pushed) & usable
     rho = jnp.where(known, rho, -float("inf"))
-    rho_max = jnp.max(rho)
+    return RingMatch(qbar, rho, age, jnp.max(rho))
+
+
+def most_similar(match: RingMatch, entries: int) -> list[Array]:
+    """The R slots of a ring most similar to a query, in that order; −1 where there is none."""
+    rho, age = match.rho, match.age
+    slot = lax.iota(jnp.int32, rho.shape[0])
     before = (rho[None, :] > rho[:, None]) | (
         (rho[None, :] == rho[:, None]) & (age[None, :] < age[:, None])
     )
@@ -74,10 +86,10 @@ def match_ring(
     for first in range(0, entries, 4):  # four slots a number: at most 128, and 0 for none
         place = rank - first
         here = (rho > -float("inf")) & (place >= 0) & (place < 4)
-        packed = jnp.sum(jnp.where(here, (c + 1) << (8 * jnp.where(here, place, 0)), 0))
+        packed = jnp.sum(jnp.where(here, (slot + 1) << (8 * jnp.where(here, place, 0)), 0))
         for i in range(min(4, entries - first)):
             slots.append(((packed >> (8 * i)) & 0xFF) - 1)
-    return RingMatch(qbar, slots, rho_max)
+    return slots
 
 
 def ring_warps(capacity: int, dim: int) -> int:
@@ -100,10 +112,10 @@ def recall(q: jax.Array, queries: jax.Array, pushed: jax.Array, *, entries: int)
         rho_ref: Ref,  # [BH]
     ) -> None:
         row = pl.program_id(0)
-        found = match_ring(q_ref, queries_ref, row, pushed_ref[row // heads], entries=entries)
+        found = match_ring(q_ref, queries_ref, row, pushed_ref[row // heads])
         d = lax.iota(jnp.int32, round_up(dim))
         store_at(qbar_ref, found.qbar, row, d, mask=d < dim)
-        for r, slot in enumerate(found.slots):
+        for r, slot in enumerate(most_similar(found, entries)):
             slots_ref[row, r] = slot
         rho_ref[row] = found.rho_max
 

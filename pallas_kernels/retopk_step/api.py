@@ -68,7 +68,7 @@ def retopk_step(
     chex.assert_shape([remembered.pushed, lengths, refresh_due, active], (batch,))
     chex.assert_shape(remembered.paths, (batch, heads, 3))
     chex.assert_shape(remembered.candidates, (batch, heads))
-    chex.assert_shape(remembered.signals, (batch, heads, types.SIGNALS))
+    chex.assert_shape(remembered.signals, (batch, heads, *types.SIGNALS))
     chex.assert_type([lengths, refresh_due, active], [jnp.int32, jnp.bool_, jnp.bool_])
     tau = jnp.broadcast_to(jnp.asarray(tau, jnp.float32), (batch, heads))
     run = dispatch("retopk_step", _IMPLEMENTATIONS, implementation, _PREFERENCE)

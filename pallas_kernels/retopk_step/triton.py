@@ -72,7 +72,7 @@ def retopk_step(
     scan = Scan.of(scans, each, stored, dim, keys.dtype, budget, programs=programs)
     found = search(
         inputs,
-        remembered.signals.reshape(rows, SIGNALS),
+        remembered.signals.reshape(rows, *SIGNALS),
         split,
         scan,
         entries=entries,
@@ -104,7 +104,7 @@ def retopk_step(
         new_supports_ref: Ref,  # [BH, C, K] aliased
         new_paths_ref: Ref,  # [BH, 3] aliased
         new_total_ref: Ref,  # [BH] aliased
-        signals_ref: Ref,  # [BH, SIGNALS] aliased
+        signals_ref: Ref,  # [BH, *SIGNALS] aliased
         out_ref: Ref,  # [BH, D]
         support_ref: Ref,  # [BH, K]
         unique_ref: Ref,  # [BH]
@@ -129,8 +129,8 @@ def retopk_step(
             unique = jnp.where(reuses, unique, 0)
             unique_ref[row] = unique
             new_total_ref[row] = total + unique
-            for word in range(SIGNALS):
-                signals_ref[row, word] = 0
+            for word in range(SIGNALS[0]):
+                signals_ref[row, word, 0] = 0
 
             @pl.when(running)
             def _() -> None:
@@ -190,7 +190,7 @@ def retopk_step(
             jax.ShapeDtypeStruct(inputs.supports.shape, jnp.int32),
             jax.ShapeDtypeStruct((rows, 3), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((rows, SIGNALS), jnp.int32),
+            jax.ShapeDtypeStruct((rows, *SIGNALS), jnp.int32),
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -228,7 +228,7 @@ def retopk_step(
             found.pushed,
             paths.reshape(batch, heads, 3),
             total.reshape(batch, heads),
-            signals.reshape(batch, heads, SIGNALS),
+            signals.reshape(batch, heads, *SIGNALS),
         ),
         support.reshape(batch, heads, budget),
         found.path.reshape(batch, heads),

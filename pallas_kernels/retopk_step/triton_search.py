@@ -23,7 +23,7 @@ from pallas_kernels.exact_support.triton import (
     run_scan,
     scan_keys,
 )
-from pallas_kernels.recall.triton import RingMatch, match_ring, ring_warps
+from pallas_kernels.recall.triton import RingMatch, match_ring, most_similar, ring_warps
 from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
 from pallas_kernels.triton_lib import (
     Array,
@@ -75,7 +75,7 @@ class Found(NamedTuple):
     """What a search writes.
 
     Attributes:
-        signals: int32 ``[BH, SIGNALS]``, zeros before: what is known of a head, `_SCANS` or what
+        signals: int32 ``[BH, *SIGNALS]``, zeros before: what is known of a head, `_SCANS` or what
             follows; and, at the first head of a group, the programs that have scanned, see
             `_EARLY`.
         qbar: ``[BH, D]``.
@@ -119,12 +119,12 @@ class _Path(NamedTuple):
     running: Array
 
 
-def _find_path(inputs: Inputs, row: Array, b: Array, entries: int) -> _Path:
+def _find_path(inputs: Inputs, row: Array, b: Array) -> _Path:
     """Compares a head with its ring; ``inputs`` are refs."""
     pushed, running = inputs.pushed[b], inputs.active[b] > 0
     length = jnp.where(running, inputs.lengths[b], 0)
     tau, due = inputs.tau[row], inputs.due[b] > 0  # read before there is anything to wait for
-    match = match_ring(inputs.q, inputs.queries, row, pushed, entries=entries)
+    match = match_ring(inputs.q, inputs.queries, row, pushed)
     similar = (match.rho_max >= tau) & (match.rho_max > -float("inf"))
     path = FALLBACK - similar.astype(jnp.int32)  # REUSE if similar
     return _Path(match, jnp.where(due, REFRESH, path), length, pushed, running)
@@ -177,7 +177,7 @@ def search(
 
     Args:
         inputs: see there.
-        signals: int32 ``[BH, SIGNALS]``, zeros; used up.
+        signals: int32 ``[BH, *SIGNALS]``, zeros; used up.
         split: of the candidates.
         scan: of the scan and its filter.
         entries: R.
@@ -223,13 +223,13 @@ def _search_at_once(
         def _() -> None:
             row, part = divide(program, split.total)
             b = divide(row, heads)[0]
-            mine = _find_path(given, row, b, entries)
+            mine = _find_path(given, row, b)
             last = split.total - 1  # that of the window, which has least to do
 
             @pl.when(part == last)
             def _() -> None:
                 scans = ((mine.path != REUSE) & mine.running).astype(jnp.int32)
-                signal(found.signals, row, 0, amount=_REUSES + scans * (_SCANS - _REUSES))
+                signal(found.signals, row, 0, 0, amount=_REUSES + scans * (_SCANS - _REUSES))
                 _store_path(mine, row, b, dim, *found[1:7])
 
             @pl.when((mine.path == REUSE) & mine.running)
@@ -242,7 +242,7 @@ def _search_at_once(
                     found.candidate_scores,
                     row,
                     part,
-                    mine.match.slots,
+                    most_similar(mine.match, entries),
                     mine.length,
                     split=split,
                     window=window,
@@ -255,7 +255,7 @@ def _search_at_once(
             lane = group_lanes(each)
             mine = lane < each
             # Nothing is between the two reads: a program that is not needed ends the sooner.
-            known = await_signals(found.signals, group * each + lane, 0, least=_SCANS, mask=mine)
+            known = await_signals(found.signals, group * each + lane, 0, 0, least=_SCANS, mask=mine)
             lengths = jnp.where(mine & (known < _REUSES), length, 0)
 
             @pl.when(jnp.max(lengths) > part * scan.tile)
@@ -264,41 +264,41 @@ def _search_at_once(
                     given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
                 )
                 is_early = (lax.rem(part, jnp.int32(late)) < late - 1).astype(jnp.int32)
-                signal(found.signals, group * each, 1, amount=1 + is_early * (_EARLY - 1))
+                signal(found.signals, group * each, 1, 0, amount=1 + is_early * (_EARLY - 1))
 
         @pl.when((program >= first_bound) & (program < first_filter))
         def _() -> None:
             row = program - first_bound
             length = given.lengths[divide(row, heads)[0]]
 
-            @pl.when(await_signals(found.signals, row, 0, least=_SCANS) < _REUSES)
+            @pl.when(await_signals(found.signals, row, 0, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
                 expected = early(length) * _EARLY
-                scanned = await_signals(found.signals, first, 1, least=expected)
+                scanned = await_signals(found.signals, first, 1, 0, least=expected)
 
                 @pl.when(scanned >= expected)  # always; without it nothing would be waited for
                 def _() -> None:
-                    acquire(found.signals, first, 1)
+                    acquire(found.signals, first, 1, 0)
                     found.bounds[row] = find_bound(
                         found.highest, row, length, scan, budget, warps=WARPS, late=late
                     )
-                    signal(found.signals, row, 0, amount=_BOUNDED - _SCANS)
+                    signal(found.signals, row, 0, 0, amount=_BOUNDED - _SCANS)
 
         @pl.when(program >= first_filter)
         def _() -> None:
             row, part = divide(program - first_filter, scan.stretches)
             length = given.lengths[divide(row, heads)[0]]
 
-            @pl.when(await_signals(found.signals, row, 0, least=_BOUNDED) < _REUSES)
+            @pl.when(await_signals(found.signals, row, 0, 0, least=_BOUNDED) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
                 expected = early(length) * (_EARLY - 1) + scan.used(length)
-                scanned = await_signals(found.signals, first, 1, least=expected)
+                scanned = await_signals(found.signals, first, 1, 0, least=expected)
 
                 @pl.when(scanned >= expected)  # always, as above
                 def _() -> None:
-                    acquire(found.signals, first, 1)
+                    acquire(found.signals, first, 1, 0)
                     bound = found.bounds[row]
                     filter_keys(
                         found.scores, found.tokens, found.counts, row, part, length, bound, scan
@@ -333,9 +333,9 @@ def _search_in_turn(
         given, slots_ref = Inputs(*refs[:9]), refs[15]
         row = pl.program_id(0)
         b = divide(row, heads)[0]
-        mine = _find_path(given, row, b, entries)
+        mine = _find_path(given, row, b)
         _store_path(mine, row, b, dim, *refs[9:15])
-        for r, slot in enumerate(mine.match.slots):
+        for r, slot in enumerate(most_similar(mine.match, entries)):
             slots_ref[row, r] = slot
 
     qbar, rho_max, path, reuse_length, scan_length, pushed, slots = call(

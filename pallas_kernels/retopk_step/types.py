@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
 """Paths of a head-step."""
-SIGNALS = 2
-"""Words of a head by which the programs of a kernel wait for each other."""
+SIGNALS = (2, 32)
+"""Of a head: two integers by which the programs of a kernel wait for each other, each in 128 bytes of
+its own. Where they share a line of the cache, those that wait slow down those that signal."""
 
 
 class Remembered(NamedTuple):
@@ -20,7 +21,7 @@ class Remembered(NamedTuple):
         pushed: int32 ``[B]``, pushes so far.
         paths: int32 ``[B, H, 3]``, head-steps by path so far.
         candidates: int32 ``[B, H]``, unique candidates summed over the reuse steps so far.
-        signals: int32 ``[B, H, SIGNALS]``, by which the programs of a kernel wait for each
+        signals: int32 ``[B, H, *SIGNALS]``, by which the programs of a kernel wait for each
             other; zeros between steps.
     """
 
@@ -41,7 +42,7 @@ class Remembered(NamedTuple):
             pushed,
             paths=jnp.zeros((*heads, 3), jnp.int32),
             candidates=jnp.zeros(heads, jnp.int32),
-            signals=jnp.zeros((*heads, SIGNALS), jnp.int32),
+            signals=jnp.zeros((*heads, *SIGNALS), jnp.int32),
         )
 
 

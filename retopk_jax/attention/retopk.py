@@ -38,7 +38,7 @@ class ReTopKState:
         cache: remembered queries and supports.
         paths: int32 ``[B, H, 3]``, head-steps by path: reuse, fallback, refresh.
         candidates: int32 ``[B, H]``, unique candidates summed over the reuse steps.
-        signals: int32 ``[B, H, SIGNALS]``, zeros between steps; see `Remembered`.
+        signals: int32 ``[B, H, *SIGNALS]``, zeros between steps; see `Remembered`.
         scanned: int32 ``[B, G]``, steps in which some head of the group scanned.
         predicted: float32 ``[B, H]``, expected errors summed over the reuse steps; None without
             maps of them.
@@ -146,7 +146,7 @@ class ReTopK(AttentionMethod):
             fill_from_prompt(tail_queries, keys, lengths, budget=self.budget),
             jnp.zeros((batch, heads, 3), jnp.int32),
             jnp.zeros((batch, heads), jnp.int32),
-            jnp.zeros((batch, heads, SIGNALS), jnp.int32),
+            jnp.zeros((batch, heads, *SIGNALS), jnp.int32),
             jnp.zeros((batch, keys.shape[1]), jnp.int32),
             None if self.risk is None else jnp.zeros((batch, heads), jnp.float32),
         )

@@ -27,7 +27,7 @@ def _arguments(op: str):
     flag = functools.partial(_shape, dtype=jnp.bool_)
     q, cache, ring = bf16(B, H, D), bf16(B, G, S, D), bf16(B, H, C, D)
     supports, slots_total = _shape(B, H, C, K), R * K + W
-    state: Any = (ring, supports, _shape(B), _shape(B, H, 3), _shape(B, H), _shape(B, H, SIGNALS))
+    state: Any = (ring, supports, _shape(B), _shape(B, H, 3), _shape(B, H), _shape(B, H, *SIGNALS))
     remembered = Remembered(*state)
     return {
         "recall": ((q, ring, _shape(B)), {"entries": R}),

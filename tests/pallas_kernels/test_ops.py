@@ -254,7 +254,7 @@ def test_few_keys_reach_the_bound_though_the_best_are_recent() -> None:
         ones,
     )
     split = Split.of(rows, budget, 1, 0)
-    signals = jnp.zeros((rows, 2), jnp.int32)
+    signals = jnp.zeros((rows, *SIGNALS), jnp.int32)
     run = functools.partial(search, split=split, scan=scan, entries=1, window=0)
     found = jax.jit(run)(inputs, signals)
     scores = np.asarray(q @ jnp.asarray(keys[0], jnp.float32).T) * dim**-0.5
