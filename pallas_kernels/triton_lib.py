@@ -119,8 +119,19 @@ def signal(ref: Ref, *indices: Any, amount: Array | int = 1) -> None:
         plt.atomic_add(ref, indices, jnp.asarray(amount, jnp.int32))
 
 
-def await_signals(ref: Ref, *indices: Any, least: Array | int, mask: Any = None) -> Array:
-    """Integers once each is at least ``least``; only programs earlier in the grid may add to them.
+def bits(words: Array) -> Array:
+    """How many bits of some integers are set, all together."""
+    return jnp.sum(lax.population_count(words))
+
+
+def await_signals(
+    ref: Ref,
+    *indices: Any,
+    least: Array | int,
+    mask: Any = None,
+    measure: Callable[[Array], Array] = jnp.min,
+) -> Array:
+    """Integers once they measure ``least``; only programs earlier in the grid may add to them.
 
     A GPU starts programs in their order, so that those are running or have ended. At most as many
     integers as a warp has threads: every warp then sees them all for itself, while of more, some
@@ -133,14 +144,25 @@ def await_signals(ref: Ref, *indices: Any, least: Array | int, mask: Any = None)
     def load() -> Array:
         return plt.load(at, mask=mask, other=None if mask is None else LAST, volatile=True)
 
-    return lax.while_loop(lambda seen: jnp.min(seen) < least, lambda _: load(), load())
+    return lax.while_loop(lambda seen: measure(seen) < least, lambda _: load(), load())
 
 
-def acquire(ref: Ref, *indices: Any) -> None:
-    """Makes what other programs stored before signals that this one has seen visible to it."""
-    if not interpreted():
-        plt.atomic_add(ref, indices, jnp.int32(0))
-        barrier()
+def acquire(seen: Array) -> Array:
+    """What `await_signals` returned, once what was stored before those signals is visible.
+
+    Only what depends on the result comes after, such as a branch on it.
+    """
+    if interpreted():
+        return seen
+    (seen,) = plt.elementwise_inline_asm(
+        "fence.acq_rel.gpu; mov.b32 $0, $1;",
+        args=[seen],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(seen.shape, seen.dtype)],
+    )
+    barrier()
+    return seen
 
 
 def order_key(scores: Array) -> Array:

@@ -8,6 +8,7 @@
 4. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,8 @@ SCAN_PROGRAMS = 512
 """Programs of the scan that fill a GPU."""
 _MANY_PROGRAMS = 2048
 """Programs of the scan of very many keys: their ends are a smaller part of their time."""
+_MOST_PROGRAMS = 1024
+"""Programs of the scan for a key-value head at most."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
 _BOUNDED = 8192
@@ -118,7 +121,7 @@ class Scan(NamedTuple):
         tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
         tiles = groups * stored // (tile * programs)
         if tiles > 16:
-            tiles = max(16, tiles * programs // _MANY_PROGRAMS)
+            tiles = max(16, tiles * programs // _MANY_PROGRAMS, -(-stored // (tile * _MOST_PROGRAMS)))
         tiles = max(1, min(max(2, tiles), stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)
@@ -267,7 +270,7 @@ def find_bound(
     budget: int,
     *,
     warps: int,
-    late: int | None = None,
+    scanned: Callable[[Array], Array] | None = None,
 ) -> Array:
     """Score that at least K and not many more keys of one query reach, a scalar.
 
@@ -280,23 +283,25 @@ def find_bound(
         split: of the scan.
         budget: K.
         warps: of the program.
-        late: of so many programs of the scan, the largest scores of the last are not taken.
+        scanned: of programs ``[m, n]`` of the scan, which have ended; all, if it is not given.
     """
     programs = split.used(length)
     turns = -(-split.reach // split.sets)
     together = min(round_up(turns), max(1, _BOUNDED // split.sets))
-    part, place = lax.iota(jnp.int32, together), lax.iota(jnp.int32, split.sets)
+    across = split.sets // split.tile
+    part, place = lax.iota(jnp.int32, together), lax.iota(jnp.int32, across)
+    lane = lax.iota(jnp.int32, split.tile)
 
     def add(i: Array, highest: Array) -> Array:
-        at = ((i * together + part) * split.sets)[:, None] + place[None, :]
-        program = lax.div(at, jnp.int32(split.tile))
+        program = ((i * together + part) * across)[:, None] + place[None, :]
         known = program < programs
-        if late is not None:
-            known &= lax.rem(program, jnp.int32(late)) < late - 1
-        read = load_at(highest_ref, row, at, mask=known, other=-float("inf"))
-        return jnp.maximum(highest, jnp.max(read, axis=0))
+        if scanned is not None:
+            known &= scanned(program)
+        at = program[:, :, None] * split.tile + lane[None, None, :]
+        read = load_at(highest_ref, row, at, mask=known[:, :, None], other=-float("inf"))
+        return jnp.maximum(highest, jnp.max(read, axis=0).reshape(split.sets))
 
-    none = jnp.full(place.shape, -float("inf"), jnp.float32)
+    none = jnp.full((split.sets,), -float("inf"), jnp.float32)
     highest = lax.fori_loop(0, -(-turns // together), add, none)
     spare = max(1, budget // 4)
     bound, reached = threshold_of([highest], budget, warps=warps, spare=spare)

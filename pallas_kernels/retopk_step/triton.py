@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.candidates.triton import Split, check_candidates
 from pallas_kernels.exact_support.triton import SCAN_PROGRAMS, SELECT_WARPS, Scan, select_listed
 from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS, Inputs, search
-from pallas_kernels.retopk_step.types import SIGNALS, Remembered, ReTopKStep
+from pallas_kernels.retopk_step.types import SIGNALS, WORDS, Remembered, ReTopKStep
 from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
 from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
 from pallas_kernels.triton_lib import (
@@ -129,8 +129,9 @@ def retopk_step(
             unique = jnp.where(reuses, unique, 0)
             unique_ref[row] = unique
             new_total_ref[row] = total + unique
-            for word in range(SIGNALS[0]):
-                signals_ref[row, word, 0] = 0
+            signals_ref[row, 0, 0] = 0
+            word = lax.iota(jnp.int32, WORDS)
+            store_at(signals_ref, jnp.zeros((WORDS,), jnp.int32), row, 1, word)
 
             @pl.when(running)
             def _() -> None:

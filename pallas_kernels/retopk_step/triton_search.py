@@ -24,21 +24,22 @@ from pallas_kernels.exact_support.triton import (
     scan_keys,
 )
 from pallas_kernels.recall.triton import RingMatch, match_ring, most_similar, ring_warps
-from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE
+from pallas_kernels.retopk_step.types import FALLBACK, REFRESH, REUSE, WORDS
 from pallas_kernels.triton_lib import (
     Array,
     Ref,
     acquire,
     await_signals,
+    barrier,
+    bits,
     call,
     divide,
+    load_at,
     round_up,
     signal,
     store_at,
 )
 
-_EARLY = 1 << 16
-"""What a program adds to the signal of its group that scans early; a late one adds one."""
 SEARCH_SCAN_PROGRAMS = 1024
 """Scanning programs, if all groups scan: as many as are shared evenly if some do."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
@@ -76,8 +77,7 @@ class Found(NamedTuple):
 
     Attributes:
         signals: int32 ``[BH, *SIGNALS]``, zeros before: what is known of a head, `_SCANS` or what
-            follows; and, at the first head of a group, the programs that have scanned, see
-            `_EARLY`.
+            follows; and, at the first head of a group, a bit of every program that has scanned.
         qbar: ``[BH, D]``.
         rho_max: float32 ``[BH]``.
         path: int32 ``[BH]``.
@@ -198,26 +198,17 @@ def _search_at_once(
     first_bound = first_scan + groups * scan.programs
     first_filter = first_bound + rows
 
-    # Bounds are found without every fourth scan, those that run last. Up to 9/4 K keys reach such
-    # a bound: too many for some selections.
-    late = 4 if 9 * budget <= 4 * scan.kept else 8
-    early_programs = scan.programs - scan.programs // late
-
-    def early(length: Array) -> Array:
-        """Of the scanning programs of a group, those from whose scores its bounds are found."""
-        used = scan.used(length)
-        return used - used // late
-
-    def scan_of(program: Array) -> tuple[Array, Array]:
-        """The group of a scanning program, and its number there: early ones of all groups first."""
-        turn, group = divide(program, groups)
-        among, rest = divide(turn, late - 1)
-        last = (turn - early_programs) * late + late - 1
-        return group, jnp.where(turn < early_programs, among * late + rest, last)
+    # A bound is found as soon as half of the scans of its group have ended, while the others still
+    # run: about 5/2 K keys reach it. Where the selection does not hold twice as many, with more.
+    enough = 4 if 4 * budget <= scan.kept else 7  # of eight
+    def mark(part: Array) -> tuple[Array, Array]:
+        """Where a scanning program says that it has ended: a word, and its bit there."""
+        turn, place = divide(part, WORDS)
+        return place, turn
 
     def kernel(*refs: Ref) -> None:
-        given, found = Inputs(*refs[:9]), Found(*refs[10:])
-        program = pl.program_id(0)
+        given, found, ended_ref = Inputs(*refs[:9]), Found(*refs[10:-1]), refs[-1]
+        program, word = pl.program_id(0), lax.iota(jnp.int32, WORDS)
 
         @pl.when(program < first_scan)
         def _() -> None:
@@ -250,7 +241,7 @@ def _search_at_once(
 
         @pl.when((program >= first_scan) & (program < first_bound))
         def _() -> None:
-            group, part = scan_of(program - first_scan)
+            part, group = divide(program - first_scan, groups)
             length = given.lengths[divide(group * each, heads)[0]]
             lane = group_lanes(each)
             mine = lane < each
@@ -263,8 +254,8 @@ def _search_at_once(
                 scan_keys(
                     given.q, given.keys, found.scores, found.highest, group, part, lengths, scan
                 )
-                is_early = (lax.rem(part, jnp.int32(late)) < late - 1).astype(jnp.int32)
-                signal(found.signals, group * each, 1, 0, amount=1 + is_early * (_EARLY - 1))
+                place, bit = mark(part)
+                signal(found.signals, group * each, 1, place, amount=jnp.int32(1) << bit)
 
         @pl.when((program >= first_bound) & (program < first_filter))
         def _() -> None:
@@ -274,14 +265,22 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, 0, least=_SCANS) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                expected = early(length) * _EARLY
-                scanned = await_signals(found.signals, first, 1, 0, least=expected)
+                expected = (scan.used(length) * enough + 7) // 8
+                seen = acquire(
+                    await_signals(found.signals, first, 1, word, least=expected, measure=bits)
+                )
 
-                @pl.when(scanned >= expected)  # always; without it nothing would be waited for
+                @pl.when(bits(seen) >= expected)  # always; else nothing would be waited for
                 def _() -> None:
-                    acquire(found.signals, first, 1, 0)
+                    store_at(ended_ref, seen, row, word)
+                    barrier()
+
+                    def scanned(part: Array) -> Array:
+                        place, bit = mark(part)
+                        return (load_at(ended_ref, row, place) >> bit) & 1 > 0
+
                     found.bounds[row] = find_bound(
-                        found.highest, row, length, scan, budget, warps=WARPS, late=late
+                        found.highest, row, length, scan, budget, warps=WARPS, scanned=scanned
                     )
                     signal(found.signals, row, 0, 0, amount=_BOUNDED - _SCANS)
 
@@ -293,18 +292,19 @@ def _search_at_once(
             @pl.when(await_signals(found.signals, row, 0, 0, least=_BOUNDED) < _REUSES)
             def _() -> None:
                 first = divide(row, each)[0] * each
-                expected = early(length) * (_EARLY - 1) + scan.used(length)
-                scanned = await_signals(found.signals, first, 1, 0, least=expected)
+                expected = scan.used(length)
+                seen = acquire(
+                    await_signals(found.signals, first, 1, word, least=expected, measure=bits)
+                )
 
-                @pl.when(scanned >= expected)  # always, as above
+                @pl.when(bits(seen) >= expected)  # always, as above
                 def _() -> None:
-                    acquire(found.signals, first, 1, 0)
                     bound = found.bounds[row]
                     filter_keys(
                         found.scores, found.tokens, found.counts, row, part, length, bound, scan
                     )
 
-    outputs = call(
+    *outputs, _ = call(
         kernel,
         name="retopk_search",
         grid=(first_filter + rows * scan.stretches,),
@@ -315,6 +315,7 @@ def _search_at_once(
             *scan.outputs(rows, stored),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
             *scan.lists(rows),
+            jax.ShapeDtypeStruct((rows, WORDS), jnp.int32),
         ],
         warps=WARPS,
         stages=scan.stages,

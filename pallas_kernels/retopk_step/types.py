@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 REUSE, FALLBACK, REFRESH = 0, 1, 2
 """Paths of a head-step."""
-SIGNALS = (2, 32)
-"""Of a head: two integers by which the programs of a kernel wait for each other, each in 128 bytes of
-its own. Where they share a line of the cache, those that wait slow down those that signal."""
+WORDS = 32
+"""Integers of a line of the cache."""
+SIGNALS = (2, WORDS)
+"""Of a head, by which the programs of a kernel wait for each other. Where two signals share a line,
+those that wait for the one slow down those that give the other."""
 
 
 class Remembered(NamedTuple):
