@@ -40,8 +40,6 @@ from pallas_kernels.triton_lib import (
     store_at,
 )
 
-SEARCH_SCAN_PROGRAMS = 1024
-"""Scanning programs, if all groups scan: as many as are shared evenly if some do."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
 """What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
 
@@ -201,6 +199,7 @@ def _search_at_once(
     # A bound is found as soon as half of the scans of its group have ended, while the others still
     # run: about 5/2 K keys reach it. Where the selection does not hold twice as many, with more.
     enough = 4 if 4 * budget <= scan.kept else 7  # of eight
+
     def mark(part: Array) -> tuple[Array, Array]:
         """Where a scanning program says that it has ended: a word, and its bit there."""
         turn, place = divide(part, WORDS)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import specs, triton_lib
-from pallas_kernels.retopk_step.types import SIGNALS
 
 CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
 
@@ -205,7 +204,9 @@ def test_bounds_from_several_tiles(tiles: int, sets: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("budget", [16, 200])
-def test_bounds_from_programs_that_scan_early(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_whose_programs_scan_several_tiles(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pallas_kernels.exact_support import triton
 
     of = triton.Scan.of
@@ -219,7 +220,7 @@ def test_bounds_from_programs_that_scan_early(budget: int, monkeypatch: pytest.M
     shape = specs.Shape(h=6, g=2, s=1900, k=budget)
     kwargs = {"entries": shape.r, "window": shape.w}
     variant = f"{tiles} tiles"
-    for lengths in ((1900, 1280), (1279, 320), (257, 1)):  # five programs scan, one of them late
+    for lengths in ((1900, 1280), (1279, 320), (257, 1)):
         p = specs.problem(shape, lengths, keys="close")
         names = ("q", "keys", "values", "remembered", "lengths")
         due = jnp.array([False, True])
@@ -229,42 +230,49 @@ def test_bounds_from_programs_that_scan_early(budget: int, monkeypatch: pytest.M
         assert_same(expected, got)
 
 
-def test_few_keys_reach_the_bound_though_the_best_are_recent() -> None:
-    from pallas_kernels.candidates.triton import Split
-    from pallas_kernels.exact_support.triton import Scan
-    from pallas_kernels.retopk_step.triton_search import Inputs, search
+@pytest.mark.parametrize("length", [8192, 5000])
+def test_bound_from_half_of_the_scans_though_the_best_keys_are_recent(length: int) -> None:
+    from jax.experimental import pallas as pl
 
-    rows, stored, dim, capacity, budget = 2, 8192, 16, 4, 64
+    from pallas_kernels.exact_support import triton
+
+    rows, stored, dim, budget = 2, 8192, 16, 64
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((1, stored, dim))
-    keys[:, -512:] *= 40
-    ones = jnp.ones(1, jnp.int32)
-    supports = jnp.zeros((rows, capacity, budget), jnp.int32)
-    tau = jnp.full((rows,), 2.0)
-    scan = Scan.of(1, rows, stored, dim, jnp.dtype(jnp.float32), budget)
+    keys[:, length - 512 :] *= 40
     q = jnp.asarray(rng.standard_normal((rows, dim)), jnp.float32)
-    inputs = Inputs(
-        q,
-        jnp.asarray(keys, jnp.float32),
-        jnp.asarray(rng.standard_normal((rows, capacity, dim)), jnp.float32),
-        supports,
-        tau,
-        ones * stored,
-        ones * 0,
-        ones,
-        ones,
-    )
-    split = Split.of(rows, budget, 1, 0)
-    signals = jnp.zeros((rows, *SIGNALS), jnp.int32)
-    run = functools.partial(search, split=split, scan=scan, entries=1, window=0)
-    found = jax.jit(run)(inputs, signals)
-    scores = np.asarray(q @ jnp.asarray(keys[0], jnp.float32).T) * dim**-0.5
+    split = triton.Scan.of(1, rows, stored, dim, jnp.dtype(jnp.float32), budget)
+    lengths = jnp.full((rows,), length, jnp.int32)
+    scores, highest = triton.run_scan(q, jnp.asarray(keys, jnp.float32), lengths, split)
+    ended = rng.permutation(split.programs) < split.programs // 2
+    program_of = np.arange(length) // split.tile % split.programs
+    scanned_keys = ended[program_of]
+
+    def kernel(highest_ref, ended_ref, bounds_ref) -> None:
+        row = pl.program_id(0)
+        bounds_ref[row] = triton.find_bound(
+            highest_ref,
+            row,
+            jnp.int32(length),
+            split,
+            budget,
+            warps=4,
+            scanned=lambda program: triton_lib.load_at(ended_ref, program) > 0,
+        )
+
+    (bounds,) = triton_lib.call(
+        kernel,
+        name="bound",
+        grid=(rows,),
+        outputs=[jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        warps=4,
+    )(highest, jnp.asarray(ended, jnp.int32))
+    scores = np.asarray(scores)[:, :length]
     exact = np.sort(scores, axis=1)[:, -budget]
-    assert scan.programs >= 8  # so that some scan late
-    assert (np.asarray(found.bounds) <= exact + 1e-5).all()
-    listed = np.asarray(found.counts).sum(axis=1)
-    assert (listed >= budget).all()
-    assert (listed <= 3 * budget).all(), listed  # half of the newest keys would be 4 * budget
+    assert (np.asarray(bounds) <= exact).all()
+    reaching = scores >= np.asarray(bounds)[:, None]
+    assert (reaching[:, scanned_keys].sum(axis=1) >= budget).all()
+    assert (reaching.sum(axis=1) <= 4 * budget).all(), reaching.sum(axis=1)
 
 
 def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
@@ -291,17 +299,14 @@ def test_scan_is_split_for_a_tight_bound_and_a_full_gpu(
     groups: int, stored: int, budget: int
 ) -> None:
     from pallas_kernels.exact_support import triton
-    from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS
 
-    dtype = jnp.dtype(jnp.bfloat16)
-    for programs in (triton.SCAN_PROGRAMS, SEARCH_SCAN_PROGRAMS):
-        split = triton.Scan.of(groups, 7, stored, 128, dtype, budget, programs=programs)
-        assert split.reach * split.tiles >= stored
-        assert split.stretches * split.stretch >= stored
-        assert split.reach >= min(stored, triton.sets_of(budget))
-        assert split.tiles <= 2 or groups * split.programs >= programs
-        most = max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
-        assert split.programs <= most
+    split = triton.Scan.of(groups, 7, stored, 128, jnp.dtype(jnp.bfloat16), budget)
+    assert split.reach * split.tiles >= stored
+    assert split.stretches * split.stretch >= stored
+    assert split.reach >= min(stored, triton.sets_of(budget))
+    assert split.tiles <= 2 or groups * split.programs >= 512
+    most = max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
+    assert split.programs <= most
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
