@@ -32,6 +32,7 @@ from models.sharding import parameter_spec
 from models.weights import dotted
 from pallas_kernels.packed import rows_of, whole_lanes
 from pallas_kernels.retopk_step import Remembered
+from pallas_kernels.retopk_step.types import SIGNALS
 from retopk_jax.attention import AttentionMethod, ExactTopK, ReTopK
 from retopk_jax.attention.checks import check_integer
 from retopk_jax.decode import DecodeState, start, step_logits
@@ -139,7 +140,7 @@ def op_program(op: str, sizes: Sizes = Sizes()) -> Program:
     q, ring = (shape(*dims, dtype=sizes.dtype) for dims in ((b, h, d), (b, h, c, d)))
     both = shape(b, g, s, 2, whole_lanes(d), dtype=sizes.dtype)
     flag = functools.partial(shape, dtype=jnp.bool_)
-    counters = (shape(b, h, 3), shape(b, h), shape(b, h, 2))
+    counters = (shape(b, h, 3), shape(b, h), shape(b, h, *SIGNALS))
     remembered = Remembered(ring, shape(b, h, c, k), shape(b), *counters)  # pyright: ignore
     run = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
     run = functools.partial(run, implementation="mosaic_tpu")

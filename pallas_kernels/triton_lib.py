@@ -111,7 +111,11 @@ def divide(number: Array, by: int) -> tuple[Array, Array]:
 
 
 def signal(ref: Ref, *indices: Any, amount: Array | int = 1) -> None:
-    """Adds to an integer once all that the program has stored so far can be seen."""
+    """Adds to an integer once all that the program has stored so far can be seen.
+
+    To one only: Pallas lowers the addition to an array of integers as one of float32.
+    """
+    assert not any(jnp.shape(index) for index in indices), indices
     barrier()
     if interpreted():
         ref[indices] += amount

@@ -43,12 +43,12 @@ _STRETCH = 16 * _FILTERED
 """Scores that a program of the filter reads at most."""
 _FILTERS = 1024
 """Programs of the filter that fill a GPU; a row has four at least."""
-_PROGRAMS = 512
+SCAN_PROGRAMS = 512
 """Programs of the scan that fill a GPU."""
 _MANY_PROGRAMS = 2048
 """Programs of the scan of very many keys: their ends are a smaller part of their time."""
-_MOST_PROGRAMS = 1024
-"""Programs of the scan for a key-value head at most: a step has a bit for each."""
+MOST_PROGRAMS = 1024
+"""Programs of the scan for a key-value head, unless a tight bound needs more."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
 _BOUNDED = 8192
@@ -102,6 +102,8 @@ class Scan(NamedTuple):
         dim: int,
         dtype: jnp.dtype,
         budget: int,
+        *,
+        programs: int = SCAN_PROGRAMS,
     ) -> "Scan":
         """Enough programs to fill a GPU, if the keys are enough.
 
@@ -112,16 +114,16 @@ class Scan(NamedTuple):
             dim: D.
             dtype: of the keys.
             budget: K.
+            programs: of the scan, about so many; more where keys are very many.
         """
         check(dim <= 256, "up to 256 dimensions")
         check(each <= 64, "up to 64 queries a key-value head")
         tile = min(64, max(16, 16384 // (round_up(dim) * dtype.itemsize)))
-        tiles = groups * stored // (tile * _PROGRAMS)
+        tiles = groups * stored // (tile * programs)
         if tiles > 16:
-            tiles = max(
-                16, tiles * _PROGRAMS // _MANY_PROGRAMS, -(-stored // (tile * _MOST_PROGRAMS))
-            )
-        tiles = max(1, min(max(2, tiles), stored // sets_of(budget)))
+            tiles = max(16, tiles * programs // _MANY_PROGRAMS)
+        tiles = max(2, tiles, -(-stored // (tile * MOST_PROGRAMS)))
+        tiles = max(1, min(tiles, stored // sets_of(budget)))
         programs = -(-stored // (tile * tiles))
         split = cls.of_scores(groups * each, stored, budget, tile, programs)
         return split._replace(tiles=tiles, warps=4 if each <= 16 else 8, stages=3)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.triton import Split, check_candidates
-from pallas_kernels.exact_support.triton import SELECT_WARPS, Scan, select_listed
-from pallas_kernels.retopk_step.triton_search import Inputs, search
+from pallas_kernels.exact_support.triton import SCAN_PROGRAMS, SELECT_WARPS, Scan, select_listed
+from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS, Inputs, search
 from pallas_kernels.retopk_step.types import SIGNALS, WORDS, Remembered, ReTopKStep
 from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
 from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
@@ -68,7 +68,8 @@ def retopk_step(
         remembered.pushed,
     )
     split = Split.of(rows, budget, entries, window)
-    scan = Scan.of(scans, each, stored, dim, keys.dtype, budget)
+    programs = SEARCH_SCAN_PROGRAMS if split.at_once else SCAN_PROGRAMS
+    scan = Scan.of(scans, each, stored, dim, keys.dtype, budget, programs=programs)
     found = search(
         inputs,
         remembered.signals.reshape(rows, *SIGNALS),

@@ -40,6 +40,10 @@ from pallas_kernels.triton_lib import (
     store_at,
 )
 
+_BITS = 32
+"""Of an integer."""
+SEARCH_SCAN_PROGRAMS = 1024
+"""Scanning programs, if all groups scan: as many as are shared evenly if some do."""
 _SCANS, _BOUNDED, _REUSES = 2, 3, 4
 """What is known of a head: that it scans; that, and its bound; that it reuses, or takes no step."""
 
@@ -181,7 +185,8 @@ def search(
         entries: R.
         window: W.
     """
-    how = _search_at_once if split.at_once else _search_in_turn
+    marked = scan.programs <= _BITS * WORDS  # else there is no bit for each program of a group
+    how = _search_at_once if split.at_once and marked else _search_in_turn
     return how(inputs, signals, split, scan, entries=entries, window=window)
 
 

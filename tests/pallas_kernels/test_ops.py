@@ -101,6 +101,13 @@ def test_programs_that_take_turns(op: str, name: str, monkeypatch: pytest.Monkey
     assert_reference(op, name, "in turn")
 
 
+def test_steps_with_more_programs_of_a_group_than_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.retopk_step import triton_search
+
+    monkeypatch.setattr(triton_search, "_BITS", 0)
+    assert_reference("retopk_step", "ragged", "more than bits")
+
+
 def test_support_is_the_same_every_time_and_in_any_row() -> None:
     shape = specs.Shape(b=3)
     p = specs.problem(shape, (70, 70, 70), keys="equal")
@@ -293,20 +300,24 @@ def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4, 64, 512])
-@pytest.mark.parametrize("stored", [600, 4096, 131072, 5242880])
+@pytest.mark.parametrize("stored", [600, 4096, 131072, 195000, 5242880])
 @pytest.mark.parametrize("budget", [64, 512, 2048])
 def test_scan_is_split_for_a_tight_bound_and_a_full_gpu(
     groups: int, stored: int, budget: int
 ) -> None:
     from pallas_kernels.exact_support import triton
+    from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS
 
-    split = triton.Scan.of(groups, 7, stored, 128, jnp.dtype(jnp.bfloat16), budget)
-    assert split.reach * split.tiles >= stored
-    assert split.stretches * split.stretch >= stored
-    assert split.reach >= min(stored, triton.sets_of(budget))
-    assert split.tiles <= 2 or groups * split.programs >= 512
-    most = max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
-    assert split.programs <= most
+    dtype = jnp.dtype(jnp.bfloat16)
+    for programs in (triton.SCAN_PROGRAMS, SEARCH_SCAN_PROGRAMS):
+        split = triton.Scan.of(groups, 7, stored, 128, dtype, budget, programs=programs)
+        assert split.reach * split.tiles >= stored
+        assert split.stretches * split.stretch >= stored
+        assert split.reach >= min(stored, triton.sets_of(budget))
+        assert split.tiles <= 2 or groups * split.programs >= 3 * programs // 4
+        assert split.programs <= triton.MOST_PROGRAMS  # a step has a bit for each
+        most = max(1 + 2 * 2048 // groups, 2 * triton.sets_of(budget) // split.tile)
+        assert split.programs <= most
 
 
 @pytest.mark.parametrize("name", specs.names("top_k"))
