@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import specs, triton_lib
+from pallas_kernels.retopk_step.types import SIGNALS, WORDS
 
 CASES = [(op, name) for op in specs.OPS for name in specs.names(op)]
 
@@ -105,6 +106,7 @@ def test_steps_with_more_programs_of_a_group_than_bits(monkeypatch: pytest.Monke
     from pallas_kernels.retopk_step import triton_search
 
     monkeypatch.setattr(triton_search, "_BITS", 0)
+    monkeypatch.setattr(triton_search, "_search_at_once", None)  # not taken
     assert_reference("retopk_step", "ragged", "more than bits")
 
 
@@ -280,6 +282,42 @@ def test_bound_from_half_of_the_scans_though_the_best_keys_are_recent(length: in
     reaching = scores >= np.asarray(bounds)[:, None]
     assert (reaching[:, scanned_keys].sum(axis=1) >= budget).all()
     assert (reaching.sum(axis=1) <= 4 * budget).all(), reaching.sum(axis=1)
+
+
+@pytest.mark.parametrize("length", [8192, 5000, 2500])
+def test_a_step_lists_few_keys_of_heads_that_scan(length: int) -> None:
+    from pallas_kernels.candidates.triton import Split
+    from pallas_kernels.exact_support.triton import Scan
+    from pallas_kernels.retopk_step.triton_search import Inputs, search
+
+    rows, stored, dim, capacity, budget = 2, 8192, 16, 4, 64
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((1, stored, dim))
+    keys[:, length - 512 :] *= 40
+    ones = jnp.ones(1, jnp.int32)
+    q = jnp.asarray(rng.standard_normal((rows, dim)), jnp.float32)
+    inputs = Inputs(
+        q,
+        jnp.asarray(keys, jnp.float32),
+        jnp.asarray(rng.standard_normal((rows, capacity, dim)), jnp.float32),
+        supports=jnp.zeros((rows, capacity, budget), jnp.int32),
+        tau=jnp.full((rows,), 2.0),
+        lengths=ones * length,
+        due=ones * 0,
+        active=ones,
+        pushed=ones,
+    )
+    scan = Scan.of(1, rows, stored, dim, jnp.dtype(jnp.float32), budget)
+    assert scan.used(jnp.int32(length)) > WORDS  # so that words have several bits
+    split = Split.of(rows, budget, 1, 0)
+    run = functools.partial(search, split=split, scan=scan, entries=1, window=0)
+    found = jax.jit(run)(inputs, jnp.zeros((rows, *SIGNALS), jnp.int32))
+    scores = np.asarray(q @ inputs.keys[0, :length].T) * dim**-0.5
+    exact = np.sort(scores, axis=1)[:, -budget]
+    assert (np.asarray(found.bounds) <= exact + 1e-5 * np.abs(exact)).all()
+    listed = np.asarray(found.counts).sum(axis=1)
+    assert (listed >= budget).all()
+    assert (listed <= 2 * budget).all(), listed
 
 
 def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
