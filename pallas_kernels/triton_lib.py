@@ -29,7 +29,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 Array = jax.Array
 Ref = Any
 Count = Callable[[Array], Array]
-"""Numbers of scores that are at least each of some probes, int32 and float32 ``[P]``."""
+"""Numbers of scores that are at least each of some probes, both float32 ``[P]``."""
 
 
 def round_up(n: int) -> int:
@@ -209,7 +209,7 @@ def _spread(scores: Array, lanes: int) -> Array:
 
 
 def count_reaching(pieces: Sequence[Array], probes: Array, *, warps: int) -> Array:
-    """Numbers int32 of scores at or above each probe, in one exchange between threads.
+    """Numbers float32 of scores at or above each probe, in one exchange between threads.
 
     A thread adds up what it holds of all pieces first, in sums that do not wait for each other:
     there are as many lanes and probes as threads.
@@ -225,7 +225,7 @@ def count_reaching(pieces: Sequence[Array], probes: Array, *, warps: int) -> Arr
     for scores in pieces:
         reach = _spread(scores, lanes) >= probes[None, None, None]
         hits += jnp.sum(jnp.sum(jnp.where(reach, 1.0, 0.0), axis=1), axis=0)
-    return jnp.sum(hits, axis=0).astype(jnp.int32)
+    return jnp.sum(hits, axis=0)
 
 
 def extent(pieces: Sequence[Array], probes: int, *, warps: int) -> tuple[Array, Array]:
@@ -270,37 +270,45 @@ def largest_threshold(
     Returns:
         t and the number of scores that reach it; below ``budget`` only if all together are.
     """
-    part = lax.iota(jnp.int32, probes) + 1
+    part, infinity = lax.iota(jnp.int32, probes), jnp.float32(float("inf"))
     halvings = probes.bit_length() - 1
 
     def unfinished(carry: tuple[Array, ...]) -> Array:
         low, reached, high, turn = carry
         return (turn == 0) | ((reached > budget + spare) & (low + 1 < high))
 
+    def by_score(low: Array, high: Array, part: Array) -> tuple[Array, Array]:
+        below, above = key_score(low), key_score(jnp.minimum(high, order_key(infinity)))
+        step = (above - below) * (1.0 / (probes + 1))
+        probe = jnp.where(part == 0, below, below + step * part.astype(jnp.float32))
+        return probe, jnp.clip(order_key(probe), low, high)  # rounding may carry it beyond
+
+    def by_key(low: Array, high: Array) -> tuple[Array, Array]:
+        key = low + ((high >> halvings) - (low >> halvings)) * (part + 1)
+        key = jnp.clip(key, low + 1, high - 1)
+        return key_score(key), key
+
     def narrow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         low, reached, high, turn = carry
-        known = (turn > 0).astype(jnp.int32)
-        below = key_score(low)
-        step = (key_score(high) - below) * (1.0 / (probes + 1))
-        by_score = order_key(below + step * (part - 1 + known).astype(jnp.float32))
-        by_key = low + ((high >> halvings) - (low >> halvings)) * part
-        probe = jnp.clip(jnp.where(turn % 4 == 3, by_key, by_score), low + known, high - 1)
-        at_end = part + known == 1
-        probe = jnp.where(at_end, low, probe)  # also where a score is infinite
-        counts = count(key_score(probe))
+        mine = part + (turn > 0).astype(jnp.int32)
+        probe, key = lax.cond(
+            turn % 4 == 3, lambda: by_key(low, high), lambda: by_score(low, high, mine)
+        )
+        counts = count(probe)
         enough = counts >= budget
+        known = jnp.where(enough | (mine == 0), counts, infinity)
         return (
-            jnp.max(jnp.where(enough, probe, low)),
-            jnp.minimum(reached, jnp.min(jnp.where(enough | at_end, counts, LAST))),
-            jnp.min(jnp.where(enough, high, probe)),
+            jnp.max(jnp.where(enough, key, low)),
+            jnp.minimum(reached, jnp.min(known)),
+            jnp.min(jnp.where(enough, high, key)),
             turn + 1,
         )
 
     lowest = order_key(lowest)
     highest = jnp.maximum(order_key(highest), lowest)  # lower where there is no score
-    start = (lowest, jnp.int32(LAST), highest + 1, jnp.int32(0))
+    start = (lowest, infinity, highest + 1, jnp.int32(0))
     low, reached, _, _ = lax.while_loop(unfinished, narrow, start)
-    return key_score(low), reached
+    return key_score(low), reached.astype(jnp.int32)
 
 
 def threshold_of(

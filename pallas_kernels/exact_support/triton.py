@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.select.triton import Destination, Listing, write_picked
+from pallas_kernels.sparse_attend.triton import at_once
 from pallas_kernels.triton_lib import (
     LAST,
     LOWEST,
@@ -35,10 +36,13 @@ from pallas_kernels.triton_lib import (
     round_up,
     store_at,
     threshold_of,
+    warps_for,
 )
 
 _FILTERED = 4096
 """Scores that a program of the filter holds."""
+_COPIED = 128
+"""Scores that a program of the filter lists at a time."""
 _STRETCH = 16 * _FILTERED
 """Scores that a program of the filter reads at most."""
 _FILTERS = 1024
@@ -51,6 +55,8 @@ MOST_PROGRAMS = 1024
 """Programs of the scan for a key-value head, unless a tight bound needs more."""
 _SURVIVORS = 2048
 """Listed keys that a selection holds; it reads more in parts of that size, again and again."""
+_PARTS = 16
+"""Parts of the lists of which a selection finds the right one with reads that do not wait."""
 _BOUNDED = 8192
 """Largest scores that a program of the bound reads at a time."""
 
@@ -171,12 +177,24 @@ class Scan(NamedTuple):
             jax.ShapeDtypeStruct((rows, self.reach), jnp.float32),
         ]
 
-    def lists(self, rows: int) -> list[jax.ShapeDtypeStruct]:
-        """What `filter_keys` writes: tokens of every stretch, and their numbers."""
-        return [
-            jax.ShapeDtypeStruct((rows, self.stretches * self.stretch), jnp.int32),
+    def lists(self, rows: int) -> "Listed":
+        """What `filter_keys` writes."""
+        return Listed(
+            jax.ShapeDtypeStruct((rows, 2, self.stretches * self.stretch), jnp.int32),
             jax.ShapeDtypeStruct((rows, self.stretches), jnp.int32),
-        ]
+        )
+
+
+class Listed(NamedTuple):
+    """Keys that may be among the K best of a query, by stretch; arrays or refs.
+
+    Attributes:
+        keys: int32 ``[BH, 2, P * stretch]``, tokens and the bits of their float32 scores.
+        counts: int32 ``[BH, P]``, keys listed of every stretch.
+    """
+
+    keys: Any
+    counts: Any
 
 
 def group_lanes(each: int) -> Array:
@@ -311,21 +329,30 @@ def find_bound(
 
 def filter_keys(
     all_scores_ref: Ref,  # [BH, S]
-    tokens_ref: Ref,  # [BH, P * stretch]
-    counts_ref: Ref,  # [BH, P]
+    listed: Listed,
     row: Array,
     program: Array,
     length: Array,
     bound: Array,
     split: Scan,
 ) -> None:
-    """Lists the keys of one stretch that may be among the K best of one query."""
+    """Lists the keys of one stretch that may be among the K best of one query.
+
+    Args:
+        all_scores_ref: scores.
+        listed: to write.
+        row: of the query.
+        program: number of the stretch.
+        length: keys that the query sees.
+        bound: score that all listed reach.
+        split: of the filter.
+    """
     start = program * split.stretch
     size = min(split.stretch, _FILTERED)
 
     @pl.when(start >= length)
     def _() -> None:
-        counts_ref[row, program] = 0
+        listed.counts[row, program] = 0
 
     @pl.when(start < length)
     def _() -> None:
@@ -335,66 +362,105 @@ def filter_keys(
             reach = score >= bound
             ones = jnp.where(reach, 1, 0)
             place = start + kept + jnp.cumsum(ones) - 1
-            store_at(tokens_ref, token, row, place, mask=reach)
+            store_at(listed.keys, token, row, 0, place, mask=reach)
             return kept + jnp.sum(ones)
 
-        counts_ref[row, program] = lax.fori_loop(0, split.stretch // size, keep, jnp.int32(0))
+        kept = lax.fori_loop(0, split.stretch // size, keep, jnp.int32(0))
+        barrier()
+
+        def add_scores(i: Array, _: None) -> None:
+            k = i * _COPIED + lax.iota(jnp.int32, _COPIED)
+            token = load_at(listed.keys, row, 0, start + k, mask=k < kept, other=0)
+            score = load_at(all_scores_ref, row, token, mask=k < kept, other=0.0)
+            score_bits = lax.bitcast_convert_type(score, jnp.int32)
+            store_at(listed.keys, score_bits, row, 1, start + k, mask=k < kept)
+
+        # Scores are near now. Listed above, with the tokens, they would need many registers.
+        lax.fori_loop(0, (kept + (_COPIED - 1)) // _COPIED, add_scores, None)
+        listed.counts[row, program] = kept
+
+
+def load_counts(counts_ref: Ref, row: Array, split: Scan) -> Array:
+    """How many keys of every stretch `filter_keys` listed for one query.
+
+    Args:
+        counts_ref: int32 ``[BH, P]``.
+        row: of the query.
+        split: of the filter.
+    """
+    part = lax.iota(jnp.int32, round_up(split.stretches))
+    return load_at(counts_ref, row, part, mask=part < split.stretches, other=0)
 
 
 def select_listed(
-    all_scores_ref: Ref,  # [BH, S]
-    tokens_ref: Ref,  # [BH, P * stretch]
-    counts_ref: Ref,  # [BH, P]
+    listed: Listed,
+    counts: Array,
     starts_ref: Ref,  # [BH, P] scratch
     row: Array,
     split: Scan,
     to: Destination,
+    *,
+    warps: int,
 ) -> None:
-    """Exact top-K of one query among the keys that `filter_keys` listed."""
+    """Exact top-K of one query among the keys that `filter_keys` listed.
+
+    Args:
+        listed: as `filter_keys` wrote them.
+        counts: of `load_counts`.
+        starts_ref: to write.
+        row: of the query.
+        split: of the filter.
+        to: where the picked go.
+        warps: of the program.
+    """
     budget, size = to.budget, split.kept
-    stretches = round_up(split.stretches)
+    stretches = counts.shape[0]
     part = lax.iota(jnp.int32, stretches)
+    number = jnp.sum(counts)
     inside = part < split.stretches
-    counts = load_at(counts_ref, row, part, mask=inside, other=0)
-    listed = jnp.sum(counts)
     store_at(starts_ref, jnp.cumsum(counts) - counts, row, part, mask=inside)
     barrier()
 
     def load(i: Array | int) -> Listing:
-        """The i-th part of the concatenated lists."""
+        """The i-th part of the concatenated lists; `_PARTS` are told apart first."""
         position = i * size + lax.iota(jnp.int32, size)
-        stretch = jnp.zeros(position.shape, jnp.int32)
-        step = stretches // 2
-        while step:
+        stretch, first = jnp.zeros(position.shape, jnp.int32), jnp.zeros(position.shape, jnp.int32)
+        step = max(1, stretches // _PARTS)
+        for ahead in range(step, split.stretches, step):
+            start = starts_ref[row, ahead]
+            stretch = jnp.where(start <= position, ahead, stretch)
+            first = jnp.where(start <= position, start, first)
+        while step > 1:
+            step //= 2
             ahead = stretch + step
             start = load_at(starts_ref, row, ahead, mask=ahead < split.stretches, other=LAST)
             stretch = jnp.where(start <= position, ahead, stretch)
-            step //= 2
-        there = position < listed
-        offset = position - load_at(starts_ref, row, stretch)
-        place = stretch * split.stretch + offset
-        token = load_at(tokens_ref, row, place, mask=there, other=0)
-        score = load_at(all_scores_ref, row, token, mask=there, other=-float("inf"))
-        return Listing(token, score)
+            first = jnp.where(start <= position, start, first)
+        there = position < number
+        place = stretch * split.stretch + (position - first)
+        token = load_at(listed.keys, row, 0, place, mask=there, other=0)
+        score_bits = load_at(listed.keys, row, 1, place, mask=there, other=0)
+        score = lax.bitcast_convert_type(score_bits, jnp.float32)
+        return Listing(token, jnp.where(there, score, -float("inf")))
 
-    @pl.when(listed <= size)
+    @pl.when(number <= size)
     def _() -> None:
         write_picked([load(0)], to, warps=SELECT_WARPS)
 
-    @pl.when(listed > size)
+    @pl.when(number > size)
     def _() -> None:
-        parts = (listed + (size - 1)) // size
+        parts = (number + (size - 1)) // size
 
         def count(probes: Array) -> Array:
             def add(i: Array, counts: Array) -> Array:
-                return counts + count_reaching([load(i).scores], probes, warps=SELECT_WARPS)
+                return counts + count_reaching([load(i).scores], probes, warps=warps)
 
-            return lax.fori_loop(0, parts, add, jnp.zeros(probes.shape, jnp.int32))
+            return lax.fori_loop(0, parts, add, jnp.zeros(probes.shape, jnp.float32))
 
-        probes = probes_for(size, SELECT_WARPS)
+        probes = probes_for(size, warps)
 
         def widen(i: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-            lowest, highest = extent([load(i).scores], probes, warps=SELECT_WARPS)
+            lowest, highest = extent([load(i).scores], probes, warps=warps)
             return jnp.minimum(ends[0], lowest), jnp.maximum(ends[1], highest)
 
         none = (jnp.float32(float("inf")), jnp.float32(-float("inf")))
@@ -421,8 +487,12 @@ def select_listed(
 
 
 BOUND_WARPS = 8
-FILTER_WARPS = 4
 SELECT_WARPS = 8
+
+
+def selecting_warps(rows: int) -> int:
+    """Warps of a program that selects for one of so many heads: few where programs take turns."""
+    return SELECT_WARPS if at_once(rows) else SELECT_WARPS // 2
 
 
 def run_scan(
@@ -480,46 +550,38 @@ def run_bound(highest: jax.Array, lengths: jax.Array, split: Scan, budget: int) 
     return bounds
 
 
-def run_filter(
-    scores: jax.Array, bounds: jax.Array, lengths: jax.Array, split: Scan
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens ``[BH, P * stretch]`` and their numbers ``[BH, P]``, as `filter_keys` writes them."""
+def run_filter(scores: jax.Array, bounds: jax.Array, lengths: jax.Array, split: Scan) -> Listed:
+    """Lists as `filter_keys` writes them."""
     rows = lengths.shape[0]
 
     def kernel(
         all_scores_ref: Ref,  # [BH, S]
         bounds_ref: Ref,  # [BH]
         lengths_ref: Ref,  # [BH]
-        tokens_ref: Ref,  # [BH, P * stretch]
-        counts_ref: Ref,  # [BH, P]
+        *listed_refs: Ref,
     ) -> None:
         row, program = pl.program_id(0), pl.program_id(1)
         length, bound = lengths_ref[row], bounds_ref[row]
-        filter_keys(all_scores_ref, tokens_ref, counts_ref, row, program, length, bound, split)
+        filter_keys(all_scores_ref, Listed(*listed_refs), row, program, length, bound, split)
 
-    return call(
+    listed = call(
         kernel,
         name="exact_filter",
         grid=(rows, split.stretches),
         outputs=split.lists(rows),
-        warps=FILTER_WARPS,
+        warps=warps_for(min(split.stretch, _FILTERED), each=32),
     )(scores, bounds, lengths)
+    return Listed(*listed)
 
 
 def run_select(
-    scores: jax.Array,
-    tokens: jax.Array,
-    counts: jax.Array,
-    lengths: jax.Array,
-    split: Scan,
-    budget: int,
+    listed: Listed, lengths: jax.Array, split: Scan, budget: int
 ) -> tuple[jax.Array, jax.Array]:
     """Support and scores ``[BH, K]``, as `select_listed` writes them; none for length 0."""
     rows = lengths.shape[0]
 
     def kernel(
-        all_scores_ref: Ref,  # [BH, S]
-        tokens_ref: Ref,  # [BH, P * stretch]
+        keys_ref: Ref,  # [BH, 2, P * stretch]
         counts_ref: Ref,  # [BH, P]
         lengths_ref: Ref,  # [BH]
         support_ref: Ref,  # [BH, K]
@@ -528,10 +590,12 @@ def run_select(
     ) -> None:
         row = pl.program_id(0)
         to = Destination(support_ref, scores_ref, row)
+        lists = Listed(keys_ref, counts_ref)
+        counts = load_counts(counts_ref, row, split)  # while the length is read
 
         @pl.when(lengths_ref[row] > 0)
         def _() -> None:
-            select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, split, to)
+            select_listed(lists, counts, starts_ref, row, split, to, warps=SELECT_WARPS)
 
         @pl.when(lengths_ref[row] <= 0)
         def _() -> None:
@@ -547,7 +611,7 @@ def run_select(
             jax.ShapeDtypeStruct((rows, split.stretches), jnp.int32),
         ],
         warps=SELECT_WARPS,
-    )(scores, tokens, counts, lengths)
+    )(*listed, lengths)
     return support, kept
 
 
@@ -570,8 +634,8 @@ def exact_rows(
     split = Scan.of(groups, rows // groups, stored, dim, keys.dtype, budget)
     scores, highest = run_scan(q, keys, lengths, split)
     bounds = run_bound(highest, lengths, split, budget)
-    tokens, counts = run_filter(scores, bounds, lengths, split)
-    return run_select(scores, tokens, counts, lengths, split, budget)
+    listed = run_filter(scores, bounds, lengths, split)
+    return run_select(listed, lengths, split, budget)
 
 
 def exact_support(

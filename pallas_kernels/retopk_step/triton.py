@@ -14,10 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.triton import Split, check_candidates
-from pallas_kernels.exact_support.triton import SCAN_PROGRAMS, SELECT_WARPS, Scan, select_listed
+from pallas_kernels.exact_support.triton import (
+    SCAN_PROGRAMS,
+    Listed,
+    Scan,
+    load_counts,
+    select_listed,
+    selecting_warps,
+)
 from pallas_kernels.retopk_step.triton_search import SEARCH_SCAN_PROGRAMS, Inputs, search
 from pallas_kernels.retopk_step.types import SIGNALS, WORDS, Remembered, ReTopKStep
-from pallas_kernels.select.triton import Destination, Listing, load_slots, slot_pieces, write_picked
+from pallas_kernels.select.triton import (
+    Destination,
+    Listing,
+    load_picked,
+    load_slots,
+    slot_pieces,
+    write_picked,
+)
 from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
 from pallas_kernels.triton_lib import (
     Array,
@@ -78,17 +92,17 @@ def retopk_step(
         entries=entries,
         window=window,
     )
-    attends = at_once(rows)
+    attends, warps = at_once(rows), selecting_warps(rows)
     pieces = splits(rows, dim) if attends else 1
     keeps = pieces if attends else 0  # the program of a head that counts and pushes its query
+
     total_slots = entries * budget + window
 
     def finish(
         values_ref: Ref,  # [BG, S, D]
         ids_ref: Ref,  # [BH, N]
         candidate_scores_ref: Ref,  # [BH, N]
-        all_scores_ref: Ref,  # [BH, S]
-        tokens_ref: Ref,  # [BH, P * stretch]
+        keys_ref: Ref,  # [BH, 2, P * stretch]
         counts_ref: Ref,  # [BH, P]
         qbar_ref: Ref,  # [BH, D]
         path_ref: Ref,  # [BH]
@@ -110,6 +124,7 @@ def retopk_step(
         unique_ref: Ref,  # [BH]
         scores_ref: Ref,  # [BH, K] of `attend_rows`
         picks_ref: Ref,  # [BH, K] scratch
+        picked_scores_ref: Ref,  # [BH, K] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, piece = pl.program_id(0), pl.program_id(1)
@@ -141,35 +156,37 @@ def retopk_step(
 
         def look_up(k: Array) -> Listing:
             """Entries of the support: of a head that reuses, picks are slots; else, tokens."""
-            at = load_at(picks_ref, row, k, mask=k < budget, other=-1)
-            place = jnp.maximum(at, 0)
-            slots, tokens = (at >= 0) & reuses, (at >= 0) & ~reuses
-            low = -float("inf")
-            candidate = load_at(candidate_scores_ref, row, place, mask=slots, other=low)
-            score = load_at(all_scores_ref, row, place, mask=tokens, other=low)
-            token = load_at(ids_ref, row, place, mask=slots, other=-1)
+            at, score = load_picked(picks_ref, picked_scores_ref, row, k)
+            place, mask = jnp.maximum(at, 0), (at >= 0) & reuses
+            candidate = load_at(candidate_scores_ref, row, place, mask=mask, other=-float("inf"))
+            token = load_at(ids_ref, row, place, mask=mask, other=-1)
             return Listing(jnp.where(reuses, token, at), jnp.where(reuses, candidate, score))
 
         @pl.when(piece < pieces)
         def _() -> None:
-            # Read also for a head that scans: nothing has to be waited for twice.
+            # Whatever the path, so that nothing has to be waited for twice.
             scores = load_slots(candidate_scores_ref, row, -float("inf"))
-            picks = Destination(picks_ref, None, row)
+            counts = load_counts(counts_ref, row, scan)
+            slots, tokens = (
+                Destination(picks_ref, None, row),
+                Destination(picks_ref, picked_scores_ref, row),
+            )
+            lists = Listed(keys_ref, counts_ref)
 
             @pl.when(reuses)
             def _() -> None:
                 found = []
                 for (start, size), held in zip(slot_pieces(total_slots), scores, strict=True):
                     found.append(Listing(start + lax.iota(jnp.int32, size), held))
-                write_picked(found, picks, warps=SELECT_WARPS)
+                write_picked(found, slots, warps=warps)
 
             @pl.when(scan_length > 0)
             def _() -> None:
-                select_listed(all_scores_ref, tokens_ref, counts_ref, starts_ref, row, scan, picks)
+                select_listed(lists, counts, starts_ref, row, scan, tokens, warps=warps)
 
             @pl.when(~running)
             def _() -> None:
-                picks.pad(jnp.int32(0))
+                tokens.pad(jnp.int32(0))
 
             barrier()
 
@@ -197,17 +214,16 @@ def retopk_step(
             jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
+            jax.ShapeDtypeStruct((rows, budget), jnp.float32),
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
-        warps=SELECT_WARPS,
-        aliases={11: 0, 12: 1, 13: 2, 14: 3, 15: 4},
+        warps=warps,
+        aliases={10: 0, 11: 1, 12: 2, 13: 3, 14: 4},
     )(
         flat_values,
         found.ids,
         found.candidate_scores,
-        found.scores,
-        found.tokens,
-        found.counts,
+        *found.listed,
         found.qbar,
         found.path,
         found.reuse_length,

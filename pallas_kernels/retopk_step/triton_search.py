@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.candidates.triton import WARPS, Split, score_candidates
 from pallas_kernels.exact_support.triton import (
+    Listed,
     Scan,
     filter_keys,
     find_bound,
@@ -91,8 +92,8 @@ class Found(NamedTuple):
         scores: float32 ``[BH, S]``, of heads that scan.
         highest: float32 ``[BH, reach]``.
         bounds: float32 ``[BH]``.
-        tokens: int32 ``[BH, P * stretch]``, keys that may be among the K best.
-        counts: int32 ``[BH, P]``.
+        listed_keys: of `Listed`.
+        counts: of `Listed`.
     """
 
     signals: jax.Array
@@ -107,8 +108,13 @@ class Found(NamedTuple):
     scores: jax.Array
     highest: jax.Array
     bounds: jax.Array
-    tokens: jax.Array
+    listed_keys: jax.Array
     counts: jax.Array
+
+    @property
+    def listed(self) -> Listed:
+        """Keys that may be among the K best of a head that scans."""
+        return Listed(self.listed_keys, self.counts)
 
 
 class _Path(NamedTuple):
@@ -304,9 +310,7 @@ def _search_at_once(
                 @pl.when(bits(seen) >= expected)  # always, as above
                 def _() -> None:
                     bound = found.bounds[row]
-                    filter_keys(
-                        found.scores, found.tokens, found.counts, row, part, length, bound, scan
-                    )
+                    filter_keys(found.scores, found.listed, row, part, length, bound, scan)
 
     *outputs, _ = call(
         kernel,
@@ -388,7 +392,7 @@ def _search_in_turn(
     )(inputs.q, inputs.keys, inputs.supports, slots, reuse_length)
     scores, highest = run_scan(inputs.q, inputs.keys, scan_length, scan)
     bounds = run_bound(highest, scan_length, scan, budget)
-    tokens, counts = run_filter(scores, bounds, scan_length, scan)
+    listed = run_filter(scores, bounds, scan_length, scan)
     return Found(
         signals,
         qbar,
@@ -402,6 +406,5 @@ def _search_in_turn(
         scores,
         highest,
         bounds,
-        tokens,
-        counts,
+        *listed,
     )

@@ -70,6 +70,20 @@ class Destination(NamedTuple):
             self.put(k, none, empty)
 
 
+def load_picked(support_ref: Ref, scores_ref: Ref, row: Array, k: Array) -> Listing:
+    """Entries ``k`` of one head's support; −1 and −inf beyond K.
+
+    Args:
+        support_ref: int32 ``[BH, K]``.
+        scores_ref: float32 ``[BH, K]``.
+        row: of the head.
+        k: int32, any shape.
+    """
+    mask = k < support_ref.shape[1]
+    token = load_at(support_ref, row, k, mask=mask, other=-1)
+    return Listing(token, load_at(scores_ref, row, k, mask=mask, other=-float("inf")))
+
+
 def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> None:
     """Writes the support of one head.
 

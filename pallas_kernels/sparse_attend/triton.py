@@ -1,13 +1,14 @@
 """Sparse attend as a Triton kernel: programs split the dimensions, so nothing is combined after."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.select.triton import Listing
+from pallas_kernels.select.triton import Listing, load_picked
 from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, round_up, store_at
 
 _PROGRAMS = 256
@@ -129,12 +130,7 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
 
-        def load(k: Array) -> Listing:
-            mask = k < budget
-            token = load_at(support_ref, row, k, mask=mask, other=-1)
-            score = load_at(scores_ref, row, k, mask=mask, other=-float("inf"))
-            return Listing(token, score)
-
+        load = partial(load_picked, support_ref, scores_ref, row)
         attend(load, budget, values_ref, out_ref, row, split, pieces=pieces)
 
     run = call(

@@ -87,6 +87,6 @@ def top_k(scores: jax.Array, *, budget: int) -> tuple[jax.Array, jax.Array]:
         lengths = jnp.full((rows,), stored, jnp.int32)
         highest = _largest(flat, tile, sets)
         bounds = run_bound(highest, lengths, split, budget)
-        tokens, counts = run_filter(flat, bounds, lengths, split)
-        support, kept = run_select(flat, tokens, counts, lengths, split, budget)
+        listed = run_filter(flat, bounds, lengths, split)
+        support, kept = run_select(listed, lengths, split, budget)
     return support.reshape(batch, heads, budget), kept.reshape(batch, heads, budget)

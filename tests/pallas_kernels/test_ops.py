@@ -317,7 +317,9 @@ def test_a_step_lists_few_keys_of_heads_that_scan(length: int) -> None:
     assert (np.asarray(found.bounds) <= exact + 1e-5 * np.abs(exact)).all()
     listed = np.asarray(found.counts).sum(axis=1)
     assert (listed >= budget).all()
-    assert (listed <= 2 * budget).all(), listed
+    # On a GPU the programs of the last keys may be the ones that end after the bound is found.
+    most = 2 * budget if triton_lib.interpreted() else scan.kept
+    assert (listed <= most).all(), listed
 
 
 def test_few_keys_reach_the_bound_though_neighbours_are_alike() -> None:
