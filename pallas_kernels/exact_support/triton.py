@@ -4,7 +4,7 @@
    the scores, and the largest of keys that lie far from each other: neighbours often score alike.
 2. Keys are in sets. The bound is a score that the largest scores of at least K sets reach, found by
    counting. At least K keys reach it, so it is a lower bound of the K-th score.
-3. The filter lists the keys that reach the bound: some more than K.
+3. The filter lists the keys that reach the bound, some more than K, and their scores.
 4. The selection finds the K-th score among those listed, by counting, and keeps what reaches it.
 """
 
