@@ -167,10 +167,8 @@ def retopk_step(
             # Whatever the path, so that nothing has to be waited for twice.
             scores = load_slots(candidate_scores_ref, row, -float("inf"))
             counts = load_counts(counts_ref, row, scan)
-            slots, tokens = (
-                Destination(picks_ref, None, row),
-                Destination(picks_ref, picked_scores_ref, row),
-            )
+            slots = Destination(picks_ref, None, row)
+            tokens = Destination(picks_ref, picked_scores_ref, row)
             lists = Listed(keys_ref, counts_ref)
 
             @pl.when(reuses)
