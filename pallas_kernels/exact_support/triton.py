@@ -445,7 +445,7 @@ def select_listed(
 
     @pl.when(number <= size)
     def _() -> None:
-        write_picked([load(0)], to, warps=SELECT_WARPS)
+        write_picked([load(0)], to, warps=warps)
 
     @pl.when(number > size)
     def _() -> None:

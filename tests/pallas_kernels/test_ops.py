@@ -6,6 +6,7 @@ Kernels run in interpret mode here, compiled where there is a GPU.
 import functools
 import importlib
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,36 @@ def test_programs_that_take_turns(op: str, name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(candidates, "_ALL_AT_ONCE", 0)
     monkeypatch.setattr(sparse_attend, "_PROGRAMS", 0)
     assert_reference(op, name, "in turn")
+
+
+@pytest.mark.parametrize("op", ["retopk_step", "exact_attention"])
+@pytest.mark.parametrize(("at_once", "expected"), [(256, 8), (0, 4)])
+def test_a_selection_is_laid_out_for_the_warps_of_its_program(
+    op: str, at_once: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pallas_kernels.exact_attention import triton as exact_attention
+    from pallas_kernels.retopk_step import triton as retopk_step
+    from pallas_kernels.select import triton as select
+    from pallas_kernels.sparse_attend import triton as sparse_attend
+
+    laid_out, programs = [], []
+    pick, call = select.pick, triton_lib.call
+
+    def noted_pick(*args: Any, warps: int) -> Any:
+        laid_out.append(warps)
+        return pick(*args, warps=warps)
+
+    def noted_call(*args: Any, warps: int, **kwargs: Any) -> Any:
+        programs.append(warps)
+        return call(*args, warps=warps, **kwargs)
+
+    monkeypatch.setattr(sparse_attend, "_PROGRAMS", at_once)
+    monkeypatch.setattr(select, "pick", noted_pick)
+    for module in (exact_attention, retopk_step):
+        monkeypatch.setattr(module, "call", noted_call)
+    run(specs.spec(op, "ragged"), "triton", f"noted {at_once}")
+    assert programs == [expected]  # the other kernels are called in modules of their own
+    assert set(laid_out) == {expected}
 
 
 def test_steps_with_more_programs_of_a_group_than_bits(monkeypatch: pytest.MonkeyPatch) -> None:
