@@ -188,7 +188,7 @@ def finite_scores(dots: Array, scale: float, valid: Array) -> Array:
 
 
 def probes_for(scores: int, warps: int) -> int:
-    """Probes that a round of `largest_threshold` counts at: a thread then holds 32 scores.
+    """Probes that a round of `narrow` counts at: a thread then holds 32 scores.
 
     Args:
         scores: of a program, a power of two.
@@ -250,32 +250,74 @@ def extent(pieces: Sequence[Array], probes: int, *, warps: int) -> tuple[Array, 
     return -negated, highest
 
 
-def largest_threshold(
-    count: Count, lowest: Array, highest: Array, budget: int, spare: int, probes: int
-) -> tuple[Array, Array]:
-    """A score t that at least ``budget`` and at most ``budget + spare`` reach, if there is one.
+def constant(value: int | float) -> Array:
+    """An int32 or float32 that a branch of `lax.cond` can return, which a literal cannot be."""
+    literal = jnp.int32(value) if isinstance(value, int) else jnp.float32(value)
+    return lax.add(literal, jnp.zeros_like(literal))
 
-    If ties leave none, the largest t that at least ``budget`` reach. A round counts at probes that
-    divide the bracket evenly, the first of the first round its lower end, or in every fourth round
-    evenly by `order_key`, so that it ends whatever the scores.
+
+class Bracket(NamedTuple):
+    """Between which scores the K-th is, as a search has found so far.
+
+    Attributes:
+        low: int32, `order_key` of a score that ``reached`` reach, K at least if there are so many.
+        reached: float32, how many.
+        high: int32, `order_key` of a score that fewer than K reach.
+        turn: int32, rounds so far.
+    """
+
+    low: Array
+    reached: Array
+    high: Array
+    turn: Array
+
+    @classmethod
+    def of(cls, lowest: Array, highest: Array) -> "Bracket":
+        """Before the first round.
+
+        Args:
+            lowest: float32, the lowest of the scores.
+            highest: float32, the highest.
+        """
+        low = order_key(lowest)
+        high = jnp.maximum(order_key(highest), low) + 1  # lower where there is no score
+        return cls(low, jnp.float32(float("inf")), high, jnp.int32(0))
+
+    @classmethod
+    def empty(cls) -> "Bracket":
+        """Of no scores, narrowed."""
+        return cls(constant(0), constant(0.0), constant(1), constant(1))
+
+    @property
+    def threshold(self) -> Array:
+        """Score that `number` reach."""
+        return key_score(self.low)
+
+    @property
+    def number(self) -> Array:
+        """Scores that reach the threshold; below K only if all together are."""
+        return self.reached.astype(jnp.int32)
+
+
+def narrow(count: Count, bracket: Bracket, budget: int, spare: int, probes: int) -> Bracket:
+    """Narrows a bracket until at most ``budget + spare`` scores reach its lower end.
+
+    If ties leave no such score, until the lower end is the K-th score. A round counts at probes
+    that divide the bracket evenly, the first of the first round its lower end, or in every fourth
+    round evenly by `order_key`, so that it ends whatever the scores.
 
     Args:
         count: see `Count`.
-        lowest: float32, the lowest of the scores.
-        highest: float32, the highest score.
+        bracket: to start from.
         budget: K.
-        spare: how many more than K may reach t.
+        spare: how many more than K may reach the lower end.
         probes: of a round, a power of two.
-
-    Returns:
-        t and the number of scores that reach it; below ``budget`` only if all together are.
     """
     part, infinity = lax.iota(jnp.int32, probes), jnp.float32(float("inf"))
     halvings = probes.bit_length() - 1
 
-    def unfinished(carry: tuple[Array, ...]) -> Array:
-        low, reached, high, turn = carry
-        return (turn == 0) | ((reached > budget + spare) & (low + 1 < high))
+    def unfinished(b: Bracket) -> Array:
+        return (b.turn == 0) | ((b.reached > budget + spare) & (b.low + 1 < b.high))
 
     def by_score(low: Array, high: Array, part: Array) -> tuple[Array, Array]:
         below, above = key_score(low), key_score(jnp.minimum(high, order_key(infinity)))
@@ -288,50 +330,49 @@ def largest_threshold(
         key = jnp.clip(key, low + 1, high - 1)
         return key_score(key), key
 
-    def narrow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        low, reached, high, turn = carry
-        mine = part + (turn > 0).astype(jnp.int32)
+    def turn(b: Bracket) -> Bracket:
+        mine = part + (b.turn > 0).astype(jnp.int32)
         probe, key = lax.cond(
-            turn % 4 == 3, lambda: by_key(low, high), lambda: by_score(low, high, mine)
+            b.turn % 4 == 3, lambda: by_key(b.low, b.high), lambda: by_score(b.low, b.high, mine)
         )
         counts = count(probe)
         enough = counts >= budget
         known = jnp.where(enough | (mine == 0), counts, infinity)
-        return (
-            jnp.max(jnp.where(enough, key, low)),
-            jnp.minimum(reached, jnp.min(known)),
-            jnp.min(jnp.where(enough, high, key)),
-            turn + 1,
+        return Bracket(
+            jnp.max(jnp.where(enough, key, b.low)),
+            jnp.minimum(b.reached, jnp.min(known)),
+            jnp.min(jnp.where(enough, b.high, key)),
+            b.turn + 1,
         )
 
-    lowest = order_key(lowest)
-    highest = jnp.maximum(order_key(highest), lowest)  # lower where there is no score
-    start = (lowest, infinity, highest + 1, jnp.int32(0))
-    low, reached, _, _ = lax.while_loop(unfinished, narrow, start)
-    return key_score(low), reached.astype(jnp.int32)
+    return lax.while_loop(unfinished, turn, bracket)
 
 
-def threshold_of(
-    pieces: Sequence[Array], budget: int, *, warps: int, spare: int = 0
-) -> tuple[Array, Array]:
-    """`largest_threshold` of the scores above minus infinity in all pieces.
+def narrow_among(
+    pieces: Sequence[Array],
+    budget: int,
+    *,
+    warps: int,
+    spare: int = 0,
+    bracket: Bracket | None = None,
+) -> Bracket:
+    """`narrow` for the scores above minus infinity of all pieces.
 
     Args:
         pieces: float32 ``[n]`` each.
         budget: K.
         warps: of the program.
-        spare: see `largest_threshold`.
+        spare: see `narrow`.
+        bracket: to start from, where it is known.
     """
     probes = probes_for(max(scores.shape[0] for scores in pieces), warps)
-    lowest, highest = extent(pieces, probes, warps=warps)
-    return largest_threshold(
-        lambda probes: count_reaching(pieces, probes, warps=warps),
-        lowest,
-        highest,
-        budget,
-        spare,
-        probes,
-    )
+    if bracket is None:
+        bracket = Bracket.of(*extent(pieces, probes, warps=warps))
+
+    def count(probes: Array) -> Array:
+        return count_reaching(pieces, probes, warps=warps)
+
+    return narrow(count, bracket, budget, spare, probes)
 
 
 class Picked(NamedTuple):
@@ -340,21 +381,33 @@ class Picked(NamedTuple):
     Attributes:
         places: by piece, the position of every picked score among the picked, else −1.
         number: how many.
+        bracket: of the K-th score.
     """
 
     places: list[Array]
     number: Array
+    bracket: Bracket
 
 
-def pick(pieces: Sequence[Array], budget: int, *, warps: int) -> Picked:
+def pick(
+    pieces: Sequence[Array],
+    budget: int,
+    *,
+    warps: int,
+    spare: int = 0,
+    bracket: Bracket | None = None,
+) -> Picked:
     """Exact top-``budget`` of scores, never minus infinity; ties to the earlier position.
 
     Args:
         pieces: float32 ``[n]``, each piece after the one before it; no NaN, no negative zero.
         budget: K.
         warps: of the program.
+        spare: so many more may be picked, the next best, which is found the sooner.
+        bracket: to start from, where it is known; all scores are at least its threshold.
     """
-    threshold, reached = threshold_of(pieces, budget, warps=warps)
+    bracket = narrow_among(pieces, budget, warps=warps, spare=spare, bracket=bracket)
+    threshold = bracket.threshold
 
     def break_ties() -> list[Array]:
         room = jnp.int32(budget)
@@ -368,12 +421,13 @@ def pick(pieces: Sequence[Array], budget: int, *, warps: int) -> Picked:
             room -= jnp.sum(tied)
         return masks
 
+    tied = bracket.number > budget + spare
     masks = lax.cond(
-        reached > budget,
+        tied,
         break_ties,
         lambda: [jnp.where(scores >= threshold, 1, 0) for scores in pieces],
     )
-    number = jnp.minimum(reached, budget)
+    number = jnp.where(tied, budget, bracket.number)
     places, start = [], jnp.int32(0)
     for i, mask in enumerate(masks):
         if 0 < i == len(masks) - 1:  # a short piece last: its own number is found sooner
@@ -381,7 +435,7 @@ def pick(pieces: Sequence[Array], budget: int, *, warps: int) -> Picked:
         places.append(jnp.where(mask > 0, start + jnp.cumsum(mask) - 1, -1))
         if i < len(masks) - 2:
             start += jnp.sum(mask)
-    return Picked(places, number)
+    return Picked(places, number, bracket)
 
 
 def warps_for(elements: int, *, each: int, least: int = 1, most: int = 16) -> int:

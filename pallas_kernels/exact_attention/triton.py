@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.exact_support.triton import (
@@ -19,9 +20,16 @@ from pallas_kernels.exact_support.triton import (
     select_listed,
     selecting_warps,
 )
-from pallas_kernels.select.triton import Destination, load_picked
-from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, splits
-from pallas_kernels.triton_lib import Ref, barrier, call
+from pallas_kernels.select.triton import Destination, Shortlist, load_picked
+from pallas_kernels.sparse_attend.triton import (
+    Target,
+    at_once,
+    attend_rows,
+    attend_shortlist,
+    spare_entries,
+    splits,
+)
+from pallas_kernels.triton_lib import Array, Ref, barrier, call, round_up, store_at
 
 
 def exact_attention(
@@ -40,6 +48,7 @@ def exact_attention(
     scan = Scan.of(batch * groups, heads // groups, stored, dim, keys.dtype, budget)
     attends, warps = at_once(rows), selecting_warps(rows)
     pieces = splits(rows, dim) if attends else 1
+    spare = spare_entries(budget, rows, dim)
     flat_values = values.reshape(batch * groups, stored, dim)
     visible = jnp.where(wanted, lengths[:, None], 0).reshape(rows)
     flat_keys = keys.reshape(batch * groups, stored, dim)
@@ -54,28 +63,36 @@ def exact_attention(
         lengths_ref: Ref,  # [BH]
         out_ref: Ref,  # [BH, D]
         support_ref: Ref,  # [BH, K]
-        scores_ref: Ref,  # [BH, K]
+        scores_ref: Ref,  # [BH, K] of `attend_rows`
+        picks_ref: Ref,  # [BH, K + spare] scratch
+        picked_scores_ref: Ref,  # [BH, K + spare] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
-        picked = Destination(support_ref, scores_ref, row)
+        picks = Destination(picks_ref, picked_scores_ref, row, spare)
         lists = Listed(keys_ref, counts_ref)
         counts = load_counts(counts_ref, row, scan)  # while the length is read
+        shortlist = lax.cond(
+            lengths_ref[row] > 0,
+            lambda: select_listed(lists, counts, starts_ref, row, scan, picks, warps=warps),
+            Shortlist.none,
+        )
+        barrier()
+        load = partial(load_picked, picks_ref, picked_scores_ref, row, number=shortlist.number)
 
-        @pl.when(lengths_ref[row] > 0)
-        def _() -> None:
-            select_listed(lists, counts, starts_ref, row, scan, picked, warps=warps)
-
-        @pl.when(lengths_ref[row] <= 0)
-        def _() -> None:
-            picked.pad(jnp.int32(0))
+        def put(k: Array, tokens: Array, mask: Array) -> None:
+            store_at(support_ref, tokens, row, k, mask=mask)
 
         if attends:
-            barrier()
-            load = partial(load_picked, support_ref, scores_ref, row)
-            attend(load, budget, values_ref, out_ref, row, split, pieces=pieces)
+            target = Target(values_ref, out_ref, row, split, pieces)
+            attend_shortlist(load, shortlist, budget, spare, target, put, warps=warps)
+        else:
+            k = lax.iota(jnp.int32, round_up(budget))
+            token, score = load(k)
+            put(k, token, k < budget)
+            store_at(scores_ref, score, row, k, mask=k < budget)
 
-    out, support, kept, _ = call(
+    out, support, kept, *_ = call(
         finish,
         name="exact_finish",
         grid=(rows, pieces),
@@ -83,6 +100,8 @@ def exact_attention(
             jax.ShapeDtypeStruct((rows, dim), values.dtype),
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
+            jax.ShapeDtypeStruct((rows, budget + spare), jnp.int32),
+            jax.ShapeDtypeStruct((rows, budget + spare), jnp.float32),
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=warps,

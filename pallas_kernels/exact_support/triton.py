@@ -17,12 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.select.triton import Destination, Listing, write_picked
+from pallas_kernels.select.triton import Destination, Listing, Shortlist, write_picked
 from pallas_kernels.sparse_attend.triton import at_once
 from pallas_kernels.triton_lib import (
     LAST,
     LOWEST,
     Array,
+    Bracket,
     Ref,
     barrier,
     call,
@@ -30,12 +31,12 @@ from pallas_kernels.triton_lib import (
     count_reaching,
     extent,
     finite_scores,
-    largest_threshold,
     load_at,
+    narrow,
+    narrow_among,
     probes_for,
     round_up,
     store_at,
-    threshold_of,
     warps_for,
 )
 
@@ -323,8 +324,8 @@ def find_bound(
     none = jnp.full((split.sets,), -float("inf"), jnp.float32)
     highest = lax.fori_loop(0, -(-turns // together), add, none)
     spare = max(1, budget // 4)
-    bound, reached = threshold_of([highest], budget, warps=warps, spare=spare)
-    return jnp.where(reached < budget, LOWEST, bound)
+    bracket = narrow_among([highest], budget, warps=warps, spare=spare)
+    return jnp.where(bracket.number < budget, LOWEST, bracket.threshold)
 
 
 def filter_keys(
@@ -401,8 +402,10 @@ def select_listed(
     to: Destination,
     *,
     warps: int,
-) -> None:
-    """Exact top-K of one query among the keys that `filter_keys` listed.
+) -> Shortlist:
+    """Writes the K best of one query among the keys that `filter_keys` listed.
+
+    And some more, if there is room and few were listed.
 
     Args:
         listed: as `filter_keys` wrote them.
@@ -443,12 +446,10 @@ def select_listed(
         score = lax.bitcast_convert_type(score_bits, jnp.float32)
         return Listing(token, jnp.where(there, score, -float("inf")))
 
-    @pl.when(number <= size)
-    def _() -> None:
-        write_picked([load(0)], to, warps=warps)
+    def from_few() -> Shortlist:
+        return write_picked([load(0)], to, warps=warps)
 
-    @pl.when(number > size)
-    def _() -> None:
+    def from_many() -> Shortlist:
         parts = (number + (size - 1)) // size
 
         def count(probes: Array) -> Array:
@@ -465,13 +466,14 @@ def select_listed(
 
         none = (jnp.float32(float("inf")), jnp.float32(-float("inf")))
         lowest, highest = lax.fori_loop(0, parts, widen, none)
-        threshold, reached = largest_threshold(count, lowest, highest, budget, 0, probes)
+        bracket = narrow(count, Bracket.of(lowest, highest), budget, 0, probes)
+        threshold = bracket.threshold
 
         def add_above(i: Array, above: Array) -> Array:
             return above + jnp.sum(jnp.where(load(i).scores > threshold, 1, 0))
 
         above = lax.fori_loop(0, parts, add_above, jnp.int32(0))
-        room = jnp.where(reached > budget, budget - above, LAST)
+        room = jnp.where(bracket.number > budget, budget - above, LAST)
 
         def emit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             written, ties = carry
@@ -483,7 +485,9 @@ def select_listed(
             return written + jnp.sum(ones), ties + jnp.sum(tied)
 
         written, _ = lax.fori_loop(0, parts, emit, (jnp.int32(0), jnp.int32(0)))
-        to.pad(written)
+        return Shortlist(written, bracket)
+
+    return lax.cond(number <= size, from_few, from_many)
 
 
 BOUND_WARPS = 8
@@ -595,7 +599,9 @@ def run_select(
 
         @pl.when(lengths_ref[row] > 0)
         def _() -> None:
-            select_listed(lists, counts, starts_ref, row, split, to, warps=SELECT_WARPS)
+            to.pad(
+                select_listed(lists, counts, starts_ref, row, split, to, warps=SELECT_WARPS).number
+            )
 
         @pl.when(lengths_ref[row] <= 0)
         def _() -> None:

@@ -27,12 +27,20 @@ from pallas_kernels.retopk_step.types import SIGNALS, WORDS, Remembered, ReTopKS
 from pallas_kernels.select.triton import (
     Destination,
     Listing,
+    Shortlist,
     load_picked,
     load_slots,
     slot_pieces,
     write_picked,
 )
-from pallas_kernels.sparse_attend.triton import at_once, attend, attend_rows, part_of, splits
+from pallas_kernels.sparse_attend.triton import (
+    Target,
+    at_once,
+    attend_rows,
+    attend_shortlist,
+    spare_entries,
+    splits,
+)
 from pallas_kernels.triton_lib import (
     Array,
     Ref,
@@ -95,6 +103,7 @@ def retopk_step(
     attends, warps = at_once(rows), selecting_warps(rows)
     pieces = splits(rows, dim) if attends else 1
     keeps = pieces if attends else 0  # the program of a head that counts and pushes its query
+    spare = spare_entries(budget, rows, dim)
 
     total_slots = entries * budget + window
 
@@ -123,8 +132,8 @@ def retopk_step(
         support_ref: Ref,  # [BH, K]
         unique_ref: Ref,  # [BH]
         scores_ref: Ref,  # [BH, K] of `attend_rows`
-        picks_ref: Ref,  # [BH, K] scratch
-        picked_scores_ref: Ref,  # [BH, K] scratch
+        picks_ref: Ref,  # [BH, K + spare] scratch
+        picked_scores_ref: Ref,  # [BH, K + spare] scratch
         starts_ref: Ref,  # [BH, P] scratch
     ) -> None:
         row, piece = pl.program_id(0), pl.program_id(1)
@@ -154,48 +163,53 @@ def retopk_step(
                 counted = paths + jnp.where(kind == path, 1, 0)
                 store_at(new_paths_ref, counted, row, kind, mask=kind < 3)
 
-        def look_up(k: Array) -> Listing:
-            """Entries of the support: of a head that reuses, picks are slots; else, tokens."""
-            at, score = load_picked(picks_ref, picked_scores_ref, row, k)
-            place, mask = jnp.maximum(at, 0), (at >= 0) & reuses
-            candidate = load_at(candidate_scores_ref, row, place, mask=mask, other=-float("inf"))
-            token = load_at(ids_ref, row, place, mask=mask, other=-1)
-            return Listing(jnp.where(reuses, token, at), jnp.where(reuses, candidate, score))
-
         @pl.when(piece < pieces)
         def _() -> None:
             # Whatever the path, so that nothing has to be waited for twice.
             scores = load_slots(candidate_scores_ref, row, -float("inf"))
             counts = load_counts(counts_ref, row, scan)
-            slots = Destination(picks_ref, None, row)
-            tokens = Destination(picks_ref, picked_scores_ref, row)
             lists = Listed(keys_ref, counts_ref)
+            slots = Destination(picks_ref, None, row, spare)
+            tokens = Destination(picks_ref, picked_scores_ref, row, spare)
 
-            @pl.when(reuses)
-            def _() -> None:
+            def among_candidates() -> Shortlist:
                 found = []
                 for (start, size), held in zip(slot_pieces(total_slots), scores, strict=True):
                     found.append(Listing(start + lax.iota(jnp.int32, size), held))
-                write_picked(found, slots, warps=warps)
+                return write_picked(found, slots, warps=warps)
 
-            @pl.when(scan_length > 0)
-            def _() -> None:
-                select_listed(lists, counts, starts_ref, row, scan, tokens, warps=warps)
+            def among_all() -> Shortlist:
+                return select_listed(lists, counts, starts_ref, row, scan, tokens, warps=warps)
 
-            @pl.when(~running)
-            def _() -> None:
-                tokens.pad(jnp.int32(0))
-
+            shortlist = lax.cond(
+                reuses,
+                among_candidates,
+                lambda: lax.cond(scan_length > 0, among_all, Shortlist.none),
+            )
             barrier()
 
-            k = part_of(budget, piece, pieces)
-            part = look_up(k)
-            store_at(support_ref, part.tokens, row, k, mask=k < budget)
-            store_at(new_supports_ref, part.tokens, row, slot, k, mask=(k < budget) & running)
+            def look_up(k: Array) -> Listing:
+                """Entries of the shortlist: of a head that reuses, picks are slots, else tokens."""
+                at, score = load_picked(picks_ref, picked_scores_ref, row, k, shortlist.number)
+                place, mask = jnp.maximum(at, 0), (at >= 0) & reuses
+                candidate = load_at(
+                    candidate_scores_ref, row, place, mask=mask, other=-float("inf")
+                )
+                token = load_at(ids_ref, row, place, mask=mask, other=-1)
+                return Listing(jnp.where(reuses, token, at), jnp.where(reuses, candidate, score))
+
+            def put(k: Array, tokens: Array, mask: Array) -> None:
+                store_at(support_ref, tokens, row, k, mask=mask)
+                store_at(new_supports_ref, tokens, row, slot, k, mask=mask & running)
+
             if attends:
-                attend(look_up, budget, values_ref, out_ref, row, piece, pieces=pieces)
+                target = Target(values_ref, out_ref, row, piece, pieces)
+                attend_shortlist(look_up, shortlist, budget, spare, target, put, warps=warps)
             else:
-                store_at(scores_ref, part.scores, row, k, mask=k < budget)
+                k = lax.iota(jnp.int32, round_up(budget))
+                token, score = look_up(k)
+                put(k, token, k < budget)
+                store_at(scores_ref, score, row, k, mask=k < budget)
 
     queries, supports, paths, total, signals, out, support, unique, scores, *_ = call(
         finish,
@@ -211,8 +225,8 @@ def retopk_step(
             jax.ShapeDtypeStruct((rows, budget), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, budget), jnp.float32),
-            jax.ShapeDtypeStruct((rows, budget), jnp.int32),
-            jax.ShapeDtypeStruct((rows, budget), jnp.float32),
+            jax.ShapeDtypeStruct((rows, budget + spare), jnp.int32),
+            jax.ShapeDtypeStruct((rows, budget + spare), jnp.float32),
             jax.ShapeDtypeStruct((rows, scan.stretches), jnp.int32),
         ],
         warps=warps,

@@ -10,9 +10,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_lib import (
     Array,
+    Bracket,
     Ref,
     call,
     check,
+    constant,
     load_at,
     pick,
     round_up,
@@ -37,19 +39,21 @@ class Destination(NamedTuple):
     """Where a program writes what is picked for its head.
 
     Attributes:
-        support: int32 ``[BH, K]``.
-        scores: float32 ``[BH, K]``, or None where they can be found by what is picked.
+        support: int32 ``[BH, K + spare]``.
+        scores: float32 ``[BH, K + spare]``, or None where they can be found by what is picked.
         row: of the head.
+        spare: how many more than K there may be.
     """
 
     support: Ref
     scores: Ref | None
     row: Array
+    spare: int = 0
 
     @property
     def budget(self) -> int:
         """K."""
-        return self.support.shape[1]
+        return self.support.shape[1] - self.spare
 
     def put(self, k: Array, picked: Listing, mask: Array) -> None:
         """Writes entries ``k`` where ``mask`` is set."""
@@ -70,32 +74,53 @@ class Destination(NamedTuple):
             self.put(k, none, empty)
 
 
-def load_picked(support_ref: Ref, scores_ref: Ref, row: Array, k: Array) -> Listing:
-    """Entries ``k`` of one head's support; −1 and −inf beyond K.
+class Shortlist(NamedTuple):
+    """What a program has written of its head: the K best and few more.
+
+    Attributes:
+        number: of entries.
+        bracket: of the K-th score, which all entries reach.
+    """
+
+    number: Array
+    bracket: Bracket
+
+    @classmethod
+    def none(cls) -> "Shortlist":
+        """Without an entry."""
+        return cls(constant(0), Bracket.empty())
+
+
+def load_picked(
+    support_ref: Ref, scores_ref: Ref, row: Array, k: Array, number: Array | int
+) -> Listing:
+    """Entries ``k`` of what was picked for one head; −1 and −inf beyond ``number``.
 
     Args:
         support_ref: int32 ``[BH, K]``.
         scores_ref: float32 ``[BH, K]``.
         row: of the head.
         k: int32, any shape.
+        number: of entries, at most K.
     """
-    mask = k < support_ref.shape[1]
+    mask = k < number
     token = load_at(support_ref, row, k, mask=mask, other=-1)
     return Listing(token, load_at(scores_ref, row, k, mask=mask, other=-float("inf")))
 
 
-def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> None:
-    """Writes the support of one head.
+def write_picked(pieces: Sequence[Listing], to: Destination, *, warps: int) -> Shortlist:
+    """Writes the K best of one head and as many more as there is room for, by token.
 
     Args:
         pieces: each with higher tokens than the one before it.
         to: where.
         warps: of the program.
     """
-    picked = pick([piece.scores for piece in pieces], to.budget, warps=warps)
+    scores = [piece.scores for piece in pieces]
+    picked = pick(scores, to.budget, warps=warps, spare=to.spare)
     for piece, place in zip(pieces, picked.places, strict=True):
         to.put(place, piece, place >= 0)
-    to.pad(picked.number)
+    return Shortlist(picked.number, picked.bracket)
 
 
 def slot_pieces(total: int) -> list[tuple[int, int]]:
@@ -145,7 +170,8 @@ def select(ids: jax.Array, scores: jax.Array, *, budget: int) -> tuple[jax.Array
         row = pl.program_id(0)
         slots = load_slots(ids_ref, row, -1), load_slots(scores_ref, row, -float("inf"))
         pieces = [Listing(*piece) for piece in zip(*slots, strict=True)]
-        write_picked(pieces, Destination(support_ref, kept_ref, row), warps=warps)
+        to = Destination(support_ref, kept_ref, row)
+        to.pad(write_picked(pieces, to, warps=warps).number)
 
     run = call(
         kernel,

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.select.triton import Listing, load_picked
-from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, round_up, store_at
+from pallas_kernels.select.triton import Listing, Shortlist, load_picked, slot_pieces
+from pallas_kernels.triton_lib import Array, Ref, call, check, load_at, pick, round_up, store_at
 
 _PROGRAMS = 256
 """Programs that select, and no more, which a GPU runs at once."""
@@ -26,76 +27,167 @@ def at_once(rows: int) -> bool:
     return rows <= _PROGRAMS
 
 
-def attend(
-    load: Callable[[Array], Listing],
-    budget: int,
-    values_ref: Ref,  # [BG, S, D]
-    out_ref: Ref,  # [BH, D]
-    row: Array,
-    split: Array,
-    *,
-    pieces: int,
-) -> None:
-    """Output of one head in the ``split``-th of ``pieces`` ranges of dimensions.
+class Target(NamedTuple):
+    """Part of one head's output: of its dimensions.
 
-    Args:
-        load: gives entries of the support; −1 and −inf beyond it.
-        budget: K.
-        values_ref: values.
-        out_ref: to write.
+    Attributes:
+        values: ref ``[BG, S, D]``.
+        out: ref ``[BH, D]``, to write.
         row: of the head.
         split: of the program.
-        pieces: programs of the head.
+        pieces: programs of the head, each with a range of dimensions.
     """
-    dim = values_ref.shape[2]
-    width = round_up(dim) // pieces
-    group = row // (out_ref.shape[0] // values_ref.shape[0])
-    d = split * width + lax.iota(jnp.int32, width)
-    block = min(round_up(budget), max(16, 16384 // width))
-    steps = -(-budget // block)
 
-    def part(i: Array | int) -> Listing:
-        return load(i * block + lax.iota(jnp.int32, block))
+    values: Ref
+    out: Ref
+    row: Array
+    split: Array
+    pieces: int
 
-    def load_values(token: Array) -> Array:
+    @property
+    def width(self) -> int:
+        """Dimensions of a program."""
+        return round_up(self.values.shape[2]) // self.pieces
+
+    @property
+    def dimensions(self) -> Array:
+        """Of the program, int32 ``[width]``; some beyond D."""
+        return self.split * self.width + lax.iota(jnp.int32, self.width)
+
+    def load(self, token: Array) -> Array:
+        """Values ``[n, width]`` of tokens, int32 ``[n]``; 0 for −1."""
+        d, dim = self.dimensions, self.values.shape[2]
         return load_at(
-            values_ref,
-            group,
+            self.values,
+            self.row // (self.out.shape[0] // self.values.shape[0]),
             jnp.maximum(token, 0)[:, None],
             d[None, :],
             mask=(token >= 0)[:, None] & (d < dim)[None, :],
             other=0.0,
         )
 
-    def sums(values: Array, score: Array, best: Array) -> tuple[Array, Array]:
-        weights = jnp.exp(score - best)
-        return jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0), jnp.sum(weights)
+    def store(self, sums: Array, total: Array) -> None:
+        """Writes weighted values ``[width]`` over their weights, 0 where there is none."""
+        d = self.dimensions
+        out = sums / jnp.where(total > 0.0, total, 1.0)
+        store_at(self.out, out.astype(self.out.dtype), self.row, d, mask=d < self.values.shape[2])
 
-    def finite(best: Array) -> Array:
-        return jnp.where(best > -float("inf"), best, 0.0)
+
+def _block(budget: int, width: int) -> int:
+    """Tokens whose values a program holds."""
+    return min(round_up(budget), max(16, 16384 // width))
+
+
+def _sums(values: Array, score: Array, best: Array) -> tuple[Array, Array]:
+    weights = jnp.exp(score - best)
+    return jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0), jnp.sum(weights)
+
+
+def _finite(best: Array) -> Array:
+    return jnp.where(best > -float("inf"), best, 0.0)
+
+
+def attend(load: Callable[[Array], Listing], budget: int, target: Target) -> None:
+    """Output of one head.
+
+    Args:
+        load: gives entries of the support; −1 and −inf beyond it.
+        budget: K.
+        target: what to write.
+    """
+    block = _block(budget, target.width)
+    steps = -(-budget // block)
+
+    def part(i: Array | int) -> Listing:
+        return load(i * block + lax.iota(jnp.int32, block))
 
     if steps == 1:
         token, score = part(0)
-        values = load_values(token)  # on its way while the maximum is found
-        out, total = sums(values, score, finite(jnp.max(score)))
-    else:
-        best = lax.fori_loop(
-            0,
-            steps,
-            lambda i, best: jnp.maximum(best, jnp.max(part(i).scores)),
-            jnp.float32(-float("inf")),
-        )
-        best = finite(best)
+        values = target.load(token)  # on its way while the maximum is found
+        target.store(*_sums(values, score, _finite(jnp.max(score))))
+        return
+    best = lax.fori_loop(
+        0,
+        steps,
+        lambda i, best: jnp.maximum(best, jnp.max(part(i).scores)),
+        jnp.float32(-float("inf")),
+    )
+    best = _finite(best)
 
-        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            token, score = part(i)
-            out, total = sums(load_values(token), score, best)
-            return carry[0] + out, carry[1] + total
+    def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        token, score = part(i)
+        sums, total = _sums(target.load(token), score, best)
+        return carry[0] + sums, carry[1] + total
 
-        start = (jnp.zeros((width,), jnp.float32), jnp.float32(0.0))
-        out, total = lax.fori_loop(0, steps, add, start)
-    out /= jnp.where(total > 0.0, total, 1.0)
-    store_at(out_ref, out.astype(out_ref.dtype), row, d, mask=d < dim)
+    start = (jnp.zeros((target.width,), jnp.float32), jnp.float32(0.0))
+    target.store(*lax.fori_loop(0, steps, add, start))
+
+
+def spare_entries(budget: int, rows: int, dim: int) -> int:
+    """Entries beyond K of a shortlist whose values a program of `attend_shortlist` holds.
+
+    The K-th score takes many rounds of counting, of which the last few only tell apart so many.
+    They are done while values are read. None where a program does not hold all values.
+    """
+    width = round_up(dim) // splits(rows, dim)
+    return budget // 8 if at_once(rows) and _block(budget, width) >= budget else 0
+
+
+def attend_shortlist(
+    load: Callable[[Array], Listing],
+    shortlist: Shortlist,
+    budget: int,
+    spare: int,
+    target: Target,
+    put: Callable[[Array, Array, Array], None],
+    *,
+    warps: int,
+) -> None:
+    """Support and output of one head.
+
+    Args:
+        load: gives entries of the shortlist; −1 and −inf beyond it.
+        shortlist: the K best and up to ``spare`` more.
+        budget: K.
+        spare: of `spare_entries`.
+        target: what to write of the output.
+        put: writes the tokens at some places of the support, where a mask is set; called for what
+            is the program's to write.
+        warps: of the program.
+    """
+    size = round_up(-(-budget // target.pieces))
+    mine = target.split * size
+
+    if not spare:
+        k = mine + lax.iota(jnp.int32, size)
+        put(k, load(k).tokens, k < budget)
+        attend(load, budget, target)
+        return
+    parts = [load(i + lax.iota(jnp.int32, n)) for i, n in slot_pieces(budget + spare)]
+    values = [target.load(part.tokens) for part in parts]  # on their way during what follows
+    scores = [part.scores for part in parts]
+    picked = pick(scores, budget, warps=warps, bracket=shortlist.bracket)
+    for part, place in zip(parts, picked.places, strict=True):
+        put(place, part.tokens, (place >= mine) & (place < mine + size))
+    k = mine + lax.iota(jnp.int32, size)
+
+    @pl.when(picked.number < mine + size)
+    def _() -> None:
+        put(k, jnp.full(k.shape, -1, jnp.int32), (k >= picked.number) & (k < budget))
+
+    kept = [
+        jnp.where(place >= 0, score, -float("inf"))
+        for score, place in zip(scores, picked.places, strict=True)
+    ]
+    best = jnp.float32(-float("inf"))
+    for score in kept:
+        best = jnp.maximum(best, jnp.max(score))
+    best = _finite(best)
+    sums, total = jnp.zeros((target.width,), jnp.float32), jnp.float32(0.0)
+    for value, score in zip(values, kept, strict=True):
+        more, weights = _sums(value, score, best)
+        sums, total = sums + more, total + weights
+    target.store(sums, total)
 
 
 def sparse_attend(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax.Array:
@@ -130,8 +222,8 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
     ) -> None:
         row, split = pl.program_id(0), pl.program_id(1)
 
-        load = partial(load_picked, support_ref, scores_ref, row)
-        attend(load, budget, values_ref, out_ref, row, split, pieces=pieces)
+        load = partial(load_picked, support_ref, scores_ref, row, number=budget)
+        attend(load, budget, Target(values_ref, out_ref, row, split, pieces))
 
     run = call(
         kernel,
@@ -142,9 +234,3 @@ def attend_rows(values: jax.Array, support: jax.Array, scores: jax.Array) -> jax
     )
     (out,) = run(values, support, scores)
     return out
-
-
-def part_of(budget: int, split: Array, pieces: int) -> Array:
-    """Entries of a support that the ``split``-th of ``pieces`` programs writes; some beyond K."""
-    size = round_up(-(-budget // pieces))
-    return split * size + lax.iota(jnp.int32, size)

@@ -33,7 +33,7 @@ def _select_held(scores: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
         token = lax.iota(jnp.int32, round_up(stored))
         score = load_at(all_scores_ref, row, token, mask=token < stored, other=-float("inf"))
         to = Destination(support_ref, scores_ref, row)
-        write_picked([Listing(token, score)], to, warps=warps)
+        to.pad(write_picked([Listing(token, score)], to, warps=warps).number)
 
     support, kept = call(
         kernel,

@@ -116,9 +116,9 @@ def test_a_selection_is_laid_out_for_the_warps_of_its_program(
     laid_out, programs = [], []
     pick, call = select.pick, triton_lib.call
 
-    def noted_pick(*args: Any, warps: int) -> Any:
+    def noted_pick(*args: Any, warps: int, **kwargs: Any) -> Any:
         laid_out.append(warps)
-        return pick(*args, warps=warps)
+        return pick(*args, warps=warps, **kwargs)
 
     def noted_call(*args: Any, warps: int, **kwargs: Any) -> Any:
         programs.append(warps)
@@ -466,8 +466,35 @@ def test_threshold_of_any_scores(budget: int, spread: float) -> None:
 @pytest.mark.parametrize("scores", [[], [2.0], [-1.5] * 4, [3.0, 1.0, 2.0]])
 def test_threshold_of_too_few_scores_is_the_lowest(scores: list[float]) -> None:
     padded = jnp.asarray(scores + [-math.inf] * (64 - len(scores)), jnp.float32)
-    threshold, reached = jax.jit(lambda s: triton_lib.threshold_of([s], 5, warps=4, spare=1))(
-        padded
-    )
-    assert int(reached) == len(scores)
-    assert float(threshold) == min(scores, default=math.inf)
+    bracket = jax.jit(lambda s: triton_lib.narrow_among([s], 5, warps=4, spare=1))(padded)
+    assert int(bracket.number) == len(scores)
+    assert float(bracket.threshold) == min(scores, default=math.inf)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 8, 64])
+@pytest.mark.parametrize("ties", [0, 3, 30, 200])
+@pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 72, 73, 500])
+def test_a_search_goes_on_among_what_it_has_picked(number: int, ties: int, spare: int) -> None:
+    rng = np.random.default_rng(number + ties)
+    scores = np.full(1024, -math.inf, np.float32)
+    scores[rng.permutation(1024)[:number]] = rng.standard_normal(number)
+    order = np.lexsort((np.arange(1024), -scores))
+    scores[order[max(0, min(60, number) - 1) : min(60 + ties, number)]] = scores[
+        order[min(60, number) - 1]
+    ]
+    budget = 64
+
+    @jax.jit
+    def search(scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first = triton_lib.pick([scores], budget, warps=4, spare=spare)
+        kept = jnp.where(first.places[0] >= 0, scores, -math.inf)
+        last = triton_lib.pick([kept], budget, warps=4, bracket=first.bracket)
+        return first.number, first.places[0], last.places[0]
+
+    first_number, first, last = (np.asarray(x) for x in search(jnp.asarray(scores)))
+    order = np.lexsort((np.arange(1024), -scores))
+    best = np.sort(order[: min(budget, number)])
+    assert np.flatnonzero(last >= 0).tolist() == best.tolist()
+    assert last[best].tolist() == list(range(len(best)))
+    assert (first[best] >= 0).all()
+    assert min(budget, number) <= first_number == (first >= 0).sum() <= budget + spare
